@@ -1,0 +1,1 @@
+"""PSRL: asynchronous RL post-training with a strict per-trajectory staleness bound."""

@@ -1,0 +1,65 @@
+"""What agent loops, PSManager and the launcher say to the rollout side."""
+
+import msgspec
+
+from psrl.types import Epoch, FinishReason, SamplingParams, TrajectoryId, Version, VersionSpan
+
+
+class Generate(msgspec.Struct, frozen=True, tag=True):
+    """Continue `prompt_ids` (int32 little-endian bytes) for one trajectory."""
+
+    epoch: Epoch
+    trajectory: TrajectoryId
+    prompt_ids: bytes
+    sampling: SamplingParams
+    pinned_version: Version | None = None  # validation: exactly these weights; None: any admissible
+
+
+class Generated(msgspec.Struct, frozen=True, tag=True):
+    """A finished generation. Lengths of token_ids, log_probs and the spans' sum are equal."""
+
+    trajectory: TrajectoryId
+    token_ids: bytes  # int32 little-endian, [T]
+    log_probs: bytes  # float32 little-endian, [T]; of the distribution that was sampled from
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    started_s: float  # loop clock (monotonic of this machine)
+    ended_s: float
+    num_dispatches: int  # 1 + times it went through selection again
+    error: str = ""
+
+
+class AbortTrajectories(msgspec.Struct, frozen=True, tag=True):
+    """Stop these; their Generate calls answer with finish_reason abort."""
+
+    trajectories: tuple[TrajectoryId, ...]
+    reason: str
+
+
+class RegisterReplica(msgspec.Struct, frozen=True, tag=True):
+    """A replica's server is up. Registering a known name again replaces it (restart)."""
+
+    epoch: Epoch
+    name: str
+    address: str  # grpc target
+    version: Version
+    max_num_seqs: int
+
+
+class ReplicaLost(msgspec.Struct, frozen=True, tag=True):
+    """The replica's process ended; its requests are to be dispatched again."""
+
+    name: str
+    reason: str
+
+
+class VersionPublished(msgspec.Struct, frozen=True, tag=True):
+    """PSManager committed a version; the coordinator may sync replicas to it."""
+
+    epoch: Epoch
+    version: Version
+    slot: int
+
+
+class Ack(msgspec.Struct, frozen=True, tag=True):
+    """Done; nothing to say."""
