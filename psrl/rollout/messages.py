@@ -63,3 +63,56 @@ class VersionPublished(msgspec.Struct, frozen=True, tag=True):
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
     """Done; nothing to say."""
+
+
+class HoldReplica(msgspec.Struct, frozen=True, tag=True):
+    """Route nothing new to it (a sync is about to start); what runs there goes on."""
+
+    name: str
+
+
+class SetReplica(msgspec.Struct, frozen=True, tag=True):
+    """The replica serves `version` from now on and may be routed to. An unknown name is added."""
+
+    name: str
+    address: str
+    version: Version
+    max_num_seqs: int
+
+
+class GetRolloutView(msgspec.Struct, frozen=True, tag=True):
+    """What runs and waits where, for the coordinator's decisions and for metrics."""
+
+
+class ReplicaLoad(msgspec.Struct, frozen=True, tag=True):
+    name: str
+    version: Version
+    accepting: bool
+    num_running: int
+    num_pinned: int  # of these, validation requests that must not see another version
+
+
+class RolloutView(msgspec.Struct, frozen=True, tag=True):
+    replicas: tuple[ReplicaLoad, ...]
+    num_waiting: int
+    pinned_waiting: tuple[Version, ...]  # versions that waiting validation requests need
+    num_generated_tokens: int  # since start
+    num_finished: int
+    num_redispatched: int
+    busy_s: float  # seconds since start in which at least one request was running
+
+
+class SyncView(msgspec.Struct, frozen=True, tag=True):
+    """The coordinator's own account of syncs since start."""
+
+    newest: Version
+    versions: dict[str, Version]
+    num_syncs: int
+    num_failures: int
+    pause_s: float  # summed time in which engines stood still for a sync
+    transfer_s: float
+    num_bytes: int
+
+
+class GetSyncView(msgspec.Struct, frozen=True, tag=True):
+    """Ask the coordinator for SyncView."""
