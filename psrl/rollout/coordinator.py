@@ -186,7 +186,9 @@ class RolloutCoordinator(Actor):
         replica.retry_at_s = now() + min(2.0**replica.num_failed_syncs * 0.1, 10.0)
         logger.warning("%s could not pull version %d: %s", replica.name, wanted, failure)
         if replica.num_failed_syncs >= MAX_FAILED_SYNCS:
-            raise RunFailed(f"{replica.name} failed {MAX_FAILED_SYNCS} syncs in a row; the last: {failure}") from failure
+            raise RunFailed(
+                f"{replica.name} failed {MAX_FAILED_SYNCS} syncs in a row; the last: {failure}"
+            ) from failure
 
     async def _lose(self, replica: _Replica, reason: str) -> None:
         logger.warning("replica %s lost: %s", replica.name, reason)

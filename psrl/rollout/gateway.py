@@ -270,7 +270,9 @@ class RolloutGateway(Actor):
             waiting.ledger_change = self._ledger_change
         while not waiting.place.done():
             candidates = [
-                view for view in eligible(self._views(), message.pinned_version) if view.version not in waiting.refused_at
+                view
+                for view in eligible(self._views(), message.pinned_version)
+                if view.version not in waiting.refused_at
             ]
             if not candidates:
                 return

@@ -60,7 +60,9 @@ class GenerationRequest:
         """Append a delta. Raises EngineError if its tokens and log-probs differ in number or pass the budget."""
         count = len(delta.token_ids) // _ITEM
         if len(delta.token_ids) % _ITEM or len(delta.log_probs) != count * _ITEM:
-            raise EngineError(f"replica {replica} sent {len(delta.token_ids)} token and {len(delta.log_probs)} log-prob bytes")
+            raise EngineError(
+                f"replica {replica} sent {len(delta.token_ids)} token and {len(delta.log_probs)} log-prob bytes"
+            )
         if count > self.num_left:
             raise EngineError(f"replica {replica} sent {count} tokens, {self.num_left} were left of the budget")
         if not count:
@@ -76,7 +78,10 @@ class GenerationRequest:
 
     def already_finished(self) -> FinishReason | None:
         """Whether what was streamed is complete although the final word was lost with its replica."""
-        if self._tokens and int.from_bytes(self._tokens[-_ITEM:], "little", signed=True) in self.sampling.stop_token_ids:
+        if (
+            self._tokens
+            and int.from_bytes(self._tokens[-_ITEM:], "little", signed=True) in self.sampling.stop_token_ids
+        ):
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_left <= 0 else None
 

@@ -6,7 +6,9 @@ from psrl.types import Version
 NEWEST = Version(5)
 
 
-def decide(*replicas: SyncCandidate, partial_rollout: bool = True, pinned: set[int] = frozenset(), now_s: float = 0.0):  # type: ignore[assignment, no-untyped-def]
+def decide(
+    *replicas: SyncCandidate, partial_rollout: bool = True, pinned: tuple[int, ...] = (), now_s: float = 0.0
+) -> list[str]:
     return greedy(
         replicas,
         NEWEST,
@@ -16,7 +18,9 @@ def decide(*replicas: SyncCandidate, partial_rollout: bool = True, pinned: set[i
     )
 
 
-def replica(name: str = "r", version: int = 4, *, syncing: bool = False, running: int = 0, pinned: int = 0, retry: float = 0.0):  # type: ignore[no-untyped-def]
+def replica(
+    name: str = "r", version: int = 4, *, syncing: bool = False, running: int = 0, pinned: int = 0, retry: float = 0.0
+) -> SyncCandidate:
     return SyncCandidate(name, Version(version), syncing, running, pinned, retry)
 
 
@@ -32,7 +36,7 @@ def test_one_sync_at_a_time_and_a_pause_after_a_failure() -> None:
 
 def test_validation_holds_its_replicas() -> None:
     assert decide(replica(pinned=1, running=3)) == []
-    assert decide(replica("a", 4), replica("b", 3), pinned={4}) == ["b"]
+    assert decide(replica("a", 4), replica("b", 3), pinned=(4,)) == ["b"]
 
 
 def test_without_partial_rollout_only_idle_replicas_sync() -> None:
