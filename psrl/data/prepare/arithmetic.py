@@ -1,0 +1,69 @@
+"""The embedded data set: small word problems as parquet, and as pairs for the warm start. Offline and seeded."""
+
+import random
+from pathlib import Path
+from typing import Protocol
+
+from psrl.data.prepare.problems import SPLITS, Problem, problems
+from psrl.data.prepare.rows import Row, write_parquet
+
+DATA_SOURCE = "psrl/arithmetic"
+_FILES = {"train": "train.parquet", "validation": "validation.parquet", "test": "test.parquet"}
+
+
+class Tokenizer(Protocol):
+    """What `sft_examples` needs; `psrl.data.ChatTokenizer` is one."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+    def encode(self, text: str) -> list[int]: ...
+    def encode_prompt(self, messages: list[dict[str, str]]) -> list[int]: ...
+
+
+def arithmetic(
+    out: Path, seed: int = 0, num_train: int = 4096, num_validation: int = 256, num_test: int = 400
+) -> dict[str, int]:
+    """Write train.parquet, validation.parquet and test.parquet to `out`; returns rows by file name.
+
+    No two rows of a file are the same question, and no two files share arithmetic (see `problems`).
+    """
+    counts = dict(zip(SPLITS, (num_train, num_validation, num_test)))
+    written = {}
+    for split, num_rows in counts.items():
+        unique: dict[str, Problem] = {}
+        for problem in problems(split, seed):
+            unique.setdefault(problem.question, problem)
+            if len(unique) == num_rows:
+                break
+        rows = [_row(problem, split, index) for index, problem in enumerate(unique.values())]
+        written[_FILES[split]] = write_parquet(rows, out / _FILES[split])
+    return written
+
+
+def sft_examples(num: int, worked_share: float, seed: int, tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
+    """`num` pairs (prompt_ids, answer_ids) of training problems for supervised warm-up.
+
+    prompt_ids are the templated question; answer_ids the worked answer with probability `worked_share`, else the
+    direct one, ended by the tokenizer's end token: that is what the loss is on. Equal arguments give equal pairs, so
+    a schedule asks once per step with the step's own seed.
+    """
+    rng = random.Random(f"style/{seed}")
+    pairs = []
+    for problem, _ in zip(problems("train", seed), range(num)):
+        answer = problem.worked if rng.random() < worked_share else problem.direct
+        prompt_ids = tokenizer.encode_prompt([{"role": "user", "content": problem.question}])
+        pairs.append((prompt_ids, [*tokenizer.encode(answer), tokenizer.eos_ids[0]]))
+    return pairs
+
+
+def _row(problem: Problem, split: str, index: int) -> Row:
+    numbers = problem.arithmetic
+    extra_info = {
+        "split": split,
+        "index": index,
+        "question": problem.question,
+        "answer": problem.worked,
+        "template": numbers.template,
+        "numbers": [numbers.x, numbers.y, numbers.z],
+    }
+    return Row(DATA_SOURCE, problem.question, problem.answer, "math", extra_info)
