@@ -25,7 +25,7 @@ AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What a loss is divided by: counts over the mini-batch on all ranks. None: counted in the batch (one rank only)."""
+    """What a loss is divided by: counts over the mini-batch on all ranks. None: counted in the batch (one rank)."""
 
     num_tokens: int | None = None  # trained tokens
     num_sequences: int | None = None
