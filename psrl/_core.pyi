@@ -37,3 +37,144 @@ class Segment:
     def fd(self) -> int: ...
     def view(self, offset: int, length: int, writable: bool = False) -> npt.NDArray[np.uint8]:
         """Bytes of the data as uint8 [length], without a copy."""
+
+class SegmentServer:
+    """Hands segments' descriptors to processes of the same user that ask for them by name over a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        """Bind `path` (at most 107 bytes, must not exist) and answer on a thread of its own."""
+
+    def add(self, segment: Segment) -> None:
+        """Serve `segment` under its name; replaces one of the same name."""
+
+    def close(self) -> None:
+        """Join the thread, remove the socket, let go of the segments. Idempotent."""
+
+    def __enter__(self) -> SegmentServer: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+def fetch_segment(path: str, name: str, timeout_s: float, read_only: bool = False) -> Segment:
+    """Map segment `name` of the server at `path`, waiting for the server until the timeout.
+
+    UnknownKey says which segments there are; StorageError that nobody answered in time.
+    """
+
+_Array = Buffer | npt.NDArray[np.generic]  # arrays are Buffers to the type checker from Python 3.12 on only
+
+WEIGHT_CHUNK_BYTES: int
+"""Bytes under one checksum; the last chunk of a version may be shorter."""
+
+class WeightTicket:
+    """The right to write one slot; plain numbers, so that it can be sent to other ranks."""
+
+    def __init__(self, slot: int, generation: int) -> None: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+
+class WeightLease:
+    """A reader's hold on one version. `WeightStore.valid` says whether it still is one."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def manifest_hash(self) -> bytes:
+        """As given to `begin`."""
+
+class WeightSlot:
+    """A look at one slot, for people and tests."""
+
+    @property
+    def state(self) -> str:
+        """free | writing | sealed | committed"""
+
+    @property
+    def generation(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def written(self) -> int: ...
+    @property
+    def leases(self) -> int: ...
+    @property
+    def newest(self) -> bool: ...
+
+class CommittedWeights:
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
+
+class WeightStore:
+    """Three versions of the weights in one segment. `psrl.weights.store` tells who calls what."""
+
+    @staticmethod
+    def required_bytes(data_bytes: int) -> int:
+        """Size of a segment for three versions of `data_bytes` each."""
+
+    @staticmethod
+    def format(segment: Segment, data_bytes: int) -> WeightStore:
+        """An empty store, whatever the segment held."""
+
+    @staticmethod
+    def open(segment: Segment) -> WeightStore:
+        """The store that is there. StorageError if there is none."""
+
+    @property
+    def data_bytes(self) -> int: ...
+    @property
+    def num_chunks(self) -> int: ...
+    def fence(self, epoch: int) -> None:
+        """Refuse everything of epochs before `epoch` from now on. Idempotent."""
+
+    def begin(self, epoch: int, version: int, manifest_hash: bytes) -> WeightTicket:
+        """A slot to write `version` into. StaleMessage: older epoch. StorageError: not the next version, or another
+        one of this epoch is unfinished."""
+
+    def put(self, ticket: WeightTicket, offset: int, data: _Array) -> None:
+        """Copy contiguous bytes to `offset`; each byte once, ranges of several ranks disjoint. Revoked: slot lost."""
+
+    def checksum(self, ticket: WeightTicket, first: int, count: int) -> None:
+        """Compute checksums of some chunks, all of whose bytes are there: seal's work, shared."""
+
+    def seal(self, ticket: WeightTicket, expected_bytes: int) -> None:
+        """Close the slot. StorageError unless exactly `expected_bytes` were put."""
+
+    def abandon(self, slot: int) -> None:
+        """Free a slot that was begun and not committed. Idempotent. StorageError if it is committed."""
+
+    def commit(self, epoch: int, version: int, slot: int) -> None:
+        """Make it the newest version; the head alone does. Idempotent. StaleMessage or StorageError if it cannot be."""
+
+    def newest(self) -> CommittedWeights | None: ...
+    def acquire(self, client: str, min_version: int, min_epoch: int = 0) -> WeightLease | None:
+        """A lease on the newest version; None if that is older than asked for."""
+
+    def valid(self, lease: WeightLease) -> bool: ...
+    def release(self, lease: WeightLease) -> None:
+        """Give it back; nothing happens to a revoked one."""
+
+    def release_client(self, client: str) -> int:
+        """Give back all leases of a process that died. Returns how many."""
+
+    def copy_chunks(self, lease: WeightLease, first: int, count: int, into: _Array) -> None:
+        """Copy whole chunks into a buffer of exactly their size. Revoked, ChecksumMismatch: `into` is garbage."""
+
+    def verify(self, lease: WeightLease) -> None:
+        """Compare all checksums in place. Revoked, ChecksumMismatch."""
+
+    def view(self, lease: WeightLease) -> npt.NDArray[np.uint8]:
+        """The leased bytes, uint8 [data_bytes], shared with all readers: not to be written. Ask `valid` after use."""
+
+    def slots(self) -> list[WeightSlot]: ...
