@@ -23,10 +23,15 @@ class Prompt(msgspec.Struct, frozen=True, tag=True):
 
 
 class NextGroup(msgspec.Struct, frozen=True, tag=True):
-    """An agent loop worker asks for work. Answered when there is some, or with NoGroup after wait_s."""
+    """An agent loop worker asks for work. Answered when there is some, or with NoGroup after wait_s.
+
+    `life` tells one process of this worker from the next (its pid, say). A worker that comes with another life has lost
+    what its former one held; a life that was reported lost gets nothing more.
+    """
 
     worker: str
     wait_s: float = 10.0
+    life: int = 0
 
 
 class GroupOffer(msgspec.Struct, frozen=True, tag=True):
@@ -61,7 +66,7 @@ class Reserved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """No place. `gone`: the trajectory was aborted, give up; else wait for `ledger changed` and ask again."""
+    """No place. `gone`: the trajectory is no longer wanted, give up; else wait for `ledger changed` and ask again."""
 
     reason: str
     gone: bool = False
