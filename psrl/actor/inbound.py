@@ -1,0 +1,175 @@
+"""One accepted connection: calls come in, answers go out.
+
+Anything that makes no sense closes this connection, by name, and touches no other. When the caller's connection is
+lost, its calls are cancelled, except those of idempotent handlers: their caller may come back with the same request
+id. While the caller reads slower than we answer, we read nothing from it.
+"""
+
+import asyncio
+import logging
+from typing import Protocol
+
+from psrl.actor.mailbox import Job
+from psrl.actor.supervisor import Supervisor
+from psrl.actor.transport import Connection
+from psrl.actor.wire import (
+    NIL,
+    PROTOCOL,
+    Bye,
+    Call,
+    Cancel,
+    Codec,
+    Envelope,
+    Find,
+    Gone,
+    Hello,
+    Outcome,
+    Reply,
+    bounded,
+    failure,
+)
+from psrl.clock import now
+from psrl.errors import ActorDied, ActorError, WireError
+
+_log = logging.getLogger("psrl.actor")
+
+HELLO_TIMEOUT_S = 5.0
+
+
+class Host(Protocol):
+    """What an inbound connection needs of its runtime."""
+
+    codec: Codec
+    hello: Hello
+
+    def supervisor(self, actor: str) -> Supervisor:
+        """Raises ActorDied when there is no such actor."""
+
+    def forget(self, inbound: "Inbound") -> None:
+        """The connection is gone."""
+
+
+class Inbound:
+    """Receiver of one connection on the listening side."""
+
+    def __init__(self, host: Host, connection: Connection) -> None:
+        self._host, self.connection = host, connection
+        self._caller: Hello | None = None
+        self._jobs: dict[int, Job] = {}
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(HELLO_TIMEOUT_S, self.close, "no greeting came")
+
+    def on_frame(self, frame: bytes) -> None:
+        try:
+            envelope = self._host.codec.requests.decode(frame)
+        except (ValueError, RecursionError) as error:
+            raise WireError(f"a malformed frame: {error}") from error
+        if self._caller is None:
+            self._greet(envelope)
+            return
+        match envelope:
+            case Call():
+                self._call(envelope, self._caller.session)
+            case Cancel(id=id):
+                job = self._jobs.pop(id, None)
+                if job is not None:
+                    job.stop(ActorDied("the caller gave up"))
+            case Find():
+                self._find(envelope)
+            case Hello():
+                raise WireError("a second greeting")
+
+    def on_malformed(self, error: WireError) -> None:
+        caller = self._caller.runtime if self._caller is not None else "a stranger"
+        _log.error("closing the connection of %s to %s: %s", caller, self._host.hello.runtime, error)
+        self._write(Bye(f"WireError: {error}"))
+
+    def on_lost(self, reason: str) -> None:
+        self._timer.cancel()
+        jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            if not job.handler.idempotent:
+                job.stop(ActorDied(f"the caller is gone: {reason}"))
+        self._host.forget(self)
+
+    def on_pressure(self, paused: bool) -> None:
+        self.connection.pause_reading(paused)
+
+    def gone(self, actor: str, reason: str) -> None:
+        """Tell the caller that an actor here has ended."""
+        if self._caller is not None:
+            self._write(Gone(actor, reason))
+
+    def close(self, reason: str) -> None:
+        """Say why, then close."""
+        self._write(Bye(reason))
+        self.connection.close(reason)
+
+    def _greet(self, envelope: Envelope) -> None:
+        if not isinstance(envelope, Hello):
+            raise WireError("a frame before the greeting")
+        self._write(self._host.hello)  # also to a wrong protocol: it can then say what is wrong
+        if envelope.protocol != PROTOCOL:
+            raise WireError(f"{envelope.runtime} speaks protocol {envelope.protocol}, this runtime {PROTOCOL}")
+        self._timer.cancel()
+        self._caller = envelope
+
+    def _find(self, find: Find) -> None:
+        try:
+            supervisor = self._host.supervisor(find.actor)
+            if supervisor.ended is not None:
+                raise ActorDied(supervisor.ended)
+            unknown = [tag for tag in find.tags if tag not in supervisor.handlers.by_tag]
+            if unknown:
+                kind = type(supervisor.actor).__qualname__
+                raise WireError(f"{find.actor} is a {kind} here and has no handler for {', '.join(unknown)}")
+        except ActorError as error:
+            self._write(failure(find.id, error))
+        else:
+            self._write(Reply(find.id, NIL))
+
+    def _call(self, call: Call, session: bytes) -> None:
+        if call.id in self._jobs:
+            raise WireError(f"request id {call.id} is in use")
+        try:
+            job = self._begin(call, session)
+        except ActorError as error:
+            self._write(failure(call.id, error))
+            return
+        self._jobs[call.id] = job
+        job.outcome.add_done_callback(lambda outcome: self._answer(call.id, outcome))
+
+    def _begin(self, call: Call, session: bytes) -> Job:
+        supervisor = self._host.supervisor(call.actor)
+        handler = supervisor.handlers.by_tag.get(call.message)
+        if handler is None:
+            raise WireError(f"{call.actor} has no handler for {call.message}; it has {supervisor.handlers.describe()}")
+        try:
+            message = handler.message_decoder.decode(call.body)
+        except (ValueError, RecursionError) as error:
+            raise WireError(f"{call.actor}.{handler.name} got a malformed {call.message}: {error}") from error
+        return supervisor.mailbox.take(handler, message, now() + bounded(call.remaining_s), (session, call.id))
+
+    def _answer(self, id: int, future: "asyncio.Future[Outcome]") -> None:
+        if self._jobs.pop(id, None) is None or future.cancelled():
+            return  # the caller gave up, or is gone
+        outcome = future.result()
+        if isinstance(outcome, ActorError):
+            self._write(failure(id, outcome))
+            return
+        try:
+            envelope = Reply(id, self._host.codec.body(outcome))
+            frame = self._host.codec.frame(envelope, self._limit)
+        except WireError as error:
+            self._write(failure(id, WireError(f"the reply did not go out: {error}")))
+        else:
+            self.connection.write(frame)
+
+    @property
+    def _limit(self) -> int:
+        own = self._host.hello.max_frame_bytes
+        return own if self._caller is None else min(own, self._caller.max_frame_bytes)
+
+    def _write(self, envelope: Envelope) -> None:
+        """For the small envelopes: they fit any limit that is allowed."""
+        self.connection.write(self._host.codec.frame(envelope, self._host.hello.max_frame_bytes))
