@@ -1,11 +1,12 @@
 """Attention of a Hugging Face model over the engine's own cache.
 
-transformers calls the function registered as `ATTENTION` with the layer's queries, keys and values after position embedding.
-It writes the new keys and values into the cache and attends over the rows of the batch. The batch travels as the
-keyword argument `cached_batch` of the model's forward. Nothing of transformers' own cache and mask machinery runs.
+transformers calls the function registered as `ATTENTION` with the layer's queries, keys and values after position
+embedding. It writes the new keys and values into the cache and attends over the rows of the batch. The batch travels
+as the keyword argument `cached_batch` of the model's forward. Nothing of transformers' own cache and mask machinery
+runs.
 
-Legend: B rows, H query heads, K key heads, G = H / K, T new tokens per row (right-aligned, so the last is at T - 1), L cached
-length, D head size.
+Legend: B rows, H query heads, K key heads, G = H / K, T new tokens per row (right-aligned, so the last is at T - 1),
+L cached length, D head size.
 """
 
 from typing import Any
@@ -72,7 +73,8 @@ class CachedBatch:
         return keys[self._rows, :, : self._length], values[self._rows, :, : self._length]
 
     def mask(self, groups: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Additive [B, 1, groups * T, L]: a token sees the positions up to its own (within `window`). The same for all layers."""
+        """Additive [B, 1, groups * T, L]: a token sees the positions up to its own (within `window`). The same for
+        all layers."""
         groups = groups if self._position_BT.shape[1] > 1 else 1  # one query: broadcast over the group
         known = self._masks.get((groups, window))
         if known is None:
@@ -98,10 +100,13 @@ def cached_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, H, T, D] over the cache; returns [B, T, H, D]. Raises EngineError for kinds of attention it does not know."""
+    """query [B, H, T, D] over the cache; returns [B, T, H, D]. Raises EngineError for kinds of attention it does not
+    know."""
     unknown = [name for name, setting in others.items() if setting is not None and name not in _HARMLESS]
     if unknown or dropout:
-        raise EngineError(f"{type(module).__name__} wants attention with {', '.join(unknown) or 'dropout'}: not supported")
+        raise EngineError(
+            f"{type(module).__name__} wants attention with {', '.join(unknown) or 'dropout'}: not supported"
+        )
     keys, values = cached_batch.store(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     num_rows, num_heads, num_new, head_size = query.shape
     num_key_heads = key.shape[1]

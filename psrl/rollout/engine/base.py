@@ -1,14 +1,14 @@
 """What a replica asks of an engine.
 
-An `Engine` is a state machine that one thread drives (`EngineThread`): commands between steps, then one step, then whatever
-tokens there are. Nothing here is thread-safe, nothing waits.
+An `Engine` is a state machine that one thread drives (`EngineThread`): commands between steps, then one step, then
+whatever tokens there are. Nothing here is thread-safe, nothing waits.
 
-Life of a request: `submit` -> any number of deltas without a finish reason -> exactly one delta with one. That last delta comes
-whatever happens: end token, budget, abort, an error of this request, or weights that cannot be served.
+Life of a request: `submit` -> any number of deltas without a finish reason -> exactly one delta with one. That last
+delta comes whatever happens: end token, budget, abort, an error of this request, or weights that cannot be served.
 
-Versions: an engine records with each token the weights that made it; a delta never mixes versions. `update` happens between
-steps. What it does to running requests is the caller's choice (`Running`); a new request never sees keys and values of
-older weights.
+Versions: an engine records with each token the weights that made it; a delta never mixes versions. `update` happens
+between steps. What it does to running requests is the caller's choice (`Running`); a new request never sees keys and
+values of older weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,13 +84,14 @@ class WeightSource(Protocol):
     """Where a replica gets weights from."""
 
     def pull(self, min_version: Version, timeout_s: float) -> AbstractContextManager[PulledWeights]:
-        """The newest committed version, at least `min_version`. Blocks up to timeout_s, then raises. An exception on leaving
-        the context (a revoked lease) says that what was read meanwhile must not be used."""
+        """The newest committed version, at least `min_version`. Blocks up to timeout_s, then raises. An exception on
+        leaving the context (a revoked lease) says that what was read meanwhile must not be used."""
         ...
 
 
 class Engine(Protocol):
-    """Driven by one thread. No method blocks but `step` (one forward pass or two) and `update` (a copy of the weights)."""
+    """Driven by one thread. No method blocks but `step` (one forward pass or two) and `update` (a copy of the
+    weights)."""
 
     def submit(self, request: EngineRequest) -> None:
         """Accept, or refuse by a delta with a finish reason. Never raises for what a request says."""
@@ -109,12 +110,13 @@ class Engine(Protocol):
         ...
 
     def drain(self, *, finished_only: bool = False) -> list[EngineDelta]:
-        """Deltas since the last drain. `finished_only` leaves tokens of requests that go on for a later, larger delta."""
+        """Deltas since the last drain. `finished_only` leaves tokens of requests that go on for a later, larger
+        delta."""
         ...
 
     def update(self, pulled: PulledWeights, running: Running) -> int:
-        """Take other weights; bytes copied. EngineError with names if they do not fit (the old ones stay whole), any other
-        exception if the copy broke off (`failure` is set; nothing is served until an update succeeds)."""
+        """Take other weights; bytes copied. EngineError with names if they do not fit (the old ones stay whole), any
+        other exception if the copy broke off (`failure` is set; nothing is served until an update succeeds)."""
         ...
 
     def distrust_weights(self, reason: str) -> None:

@@ -1,8 +1,8 @@
 """Keys and values of the running requests: per layer one tensor [rows, kv_heads, length, head_dim], a row per request.
 
-Rows and lengths are reserved as they are needed, up to fixed limits; a position of a row is written before it is read, and what
-lies beyond a row's length is masked but must be finite (0 * NaN is NaN), so memory starts as zeros and a row that met
-non-finite values is wiped.
+Rows and lengths are reserved as they are needed, up to fixed limits; a position of a row is written before it is
+read, and what lies beyond a row's length is masked but must be finite (0 * NaN is NaN), so memory starts as zeros
+and a row that met non-finite values is wiped.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(part.nbytes for layer in self._layers.values() for part in layer)
 
+    @torch.inference_mode()
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` requests of `length` tokens. Grows by doubling: copies are rare, memory follows use."""
         assert rows <= self._max_rows
@@ -38,6 +39,7 @@ class KVCache:
         for index, (keys, values) in self._layers.items():
             self._layers[index] = (self._grown(keys), self._grown(values))
 
+    @torch.inference_mode()
     def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's tensors; made in the likeness of key and value ([B, kv_heads, T, head_dim]) the first time."""
         found = self._layers.get(index)
@@ -45,12 +47,14 @@ class KVCache:
             found = self._layers[index] = (self._zeros(key), self._zeros(value))
         return found
 
+    @torch.inference_mode()
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Rows are copied at once: no target may be a source."""
         for keys, values in self._layers.values():
             for part in (keys, values):
                 part[targets, :, :length] = part[sources, :, :length]
 
+    @torch.inference_mode()
     def wipe(self, row: int) -> None:
         for keys, values in self._layers.values():
             keys[row].zero_()

@@ -1,4 +1,5 @@
-"""Runs a Hugging Face causal LM over cache rows: one new token for the leading rows (decode), or several for some (prefill)."""
+"""Runs a Hugging Face causal LM over cache rows: one new token for the leading rows (decode), or several for some
+(prefill)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,8 @@ class Chunk(msgspec.Struct, frozen=True):
 def load_model(
     path: str, *, dtype: str = "auto", device: str = "cpu", override_config: dict[str, Any] | None = None
 ) -> torch.nn.Module:
-    """A causal LM from a directory, ready for inference. dtype auto: bfloat16 on GPU, float32 on CPU. ConfigError if it cannot be served."""
+    """A causal LM from a directory, ready for inference. dtype auto: bfloat16 on GPU, float32 on CPU. ConfigError if
+    it cannot be served."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     attention.register()

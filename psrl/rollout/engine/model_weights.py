@@ -41,14 +41,17 @@ class ModelWeights:
             problems.append(f"other shape: {_some(misshapen)}")
         for names in self._tied:
             given = [tensors[name] for name in names if name in tensors]
-            if len({tensor.shape for tensor in given}) == 1 and any(not torch.equal(given[0], other) for other in given[1:]):
+            if len({tensor.shape for tensor in given}) == 1 and any(
+                not torch.equal(given[0], other) for other in given[1:]
+            ):
                 problems.append(f"tied but different: {' and '.join(names)}")
         if problems:
             raise EngineError("weights do not fit the model; " + "; ".join(problems))
 
     @torch.inference_mode()
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Copy, casting to the model's dtype; bytes read. Call `check` first. On GPU returns when the copies have happened."""
+        """Copy, casting to the model's dtype; bytes read. Call `check` first. On GPU returns when the copies have
+        happened."""
         num_bytes = 0
         for name, tensor in tensors.items():
             self._by_name[name].data.copy_(tensor)

@@ -1,11 +1,13 @@
 """Sampling noise: one uniform number per (seed, position), the same whoever asks and whenever.
 
-A request's stream does not depend on the batch it is in, on the replica, or on how often it was dispatched: position counts
-the response's tokens from 0 over all dispatches. Computed on the host in one vectorised pass; positions are known before a step.
+A request's stream does not depend on the batch it is in, on the replica, or on how often it was dispatched: position
+counts the response's tokens from 0 over all dispatches. Computed on the host in one vectorised pass; positions are
+known before a step.
 
     u(seed, position) = top 53 bits of mix(mix(seed + G) ^ mix(position + H)) / 2^53,   in [0, 1)
 
-`mix` is the finaliser of SplitMix64 (a bijection of 64-bit words); G and H are odd constants that keep the two inputs apart.
+`mix` is the finaliser of SplitMix64 (a bijection of 64-bit words); G and H are odd constants that keep the two
+inputs apart.
 """
 
 import numpy as np

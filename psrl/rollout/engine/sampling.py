@@ -1,11 +1,11 @@
 """Draws tokens and says how probable they were.
 
-Order: logits / temperature, then top-k, then top-p over what top-k left, then renormalise. The token is drawn by inverting the
-cumulative distribution (in float64) at one uniform number per row, so a masked token can never be drawn. The log-prob
-is that of the distribution that was sampled, in float32.
+Order: logits / temperature, then top-k, then top-p over what top-k left, then renormalise. The token is drawn by
+inverting the cumulative distribution (in float64) at one uniform number per row, so a masked token can never be
+drawn. The log-prob is that of the distribution that was sampled, in float32.
 
-Temperature 0 is greedy: the first largest logit. Its log-prob is reported under the untruncated distribution at temperature 1 (under
-its own, degenerate distribution it would always be 0, which says nothing).
+Temperature 0 is greedy: the first largest logit. Its log-prob is reported under the untruncated distribution at
+temperature 1 (under its own, degenerate distribution it would always be 0, which says nothing).
 
 Legend: B rows, V vocabulary.
 """
@@ -68,7 +68,8 @@ def _sample(logits_BV: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, 
         if greedy.any():
             token_B = torch.where(torch.from_numpy(greedy).to(device), scores_BV.argmax(dim=-1), token_B)
     log_prob_B = scores_BV.gather(1, token_B[:, None])[:, 0] - log_total_B
-    # A NaN anywhere in a row makes log_total NaN; +inf makes it inf, and inf - inf is NaN, but a drawn finite score must not pass.
+    # A NaN anywhere in a row makes log_total NaN; +inf makes it inf, and inf - inf is NaN, but a drawn finite score
+    # must not pass.
     return token_B, torch.where(torch.isfinite(log_total_B), log_prob_B, torch.nan)
 
 

@@ -13,8 +13,8 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def plan_prefill(pending: Sequence[int], budget: int) -> list[Part]:
-    """Give `budget` tokens to candidates in order of arrival. `pending`: tokens that each still has to compute, all > 0.
-    A candidate that does not fit whole gets what is left, and goes on in the next step."""
+    """Give `budget` tokens to candidates in order of arrival. `pending`: tokens that each still has to compute, all
+    > 0. A candidate that does not fit whole gets what is left, and goes on in the next step."""
     parts = []
     for index, num_tokens in enumerate(pending):
         if budget <= 0:
@@ -25,8 +25,8 @@ def plan_prefill(pending: Sequence[int], budget: int) -> list[Part]:
 
 
 def split_by_length(parts: Sequence[Part], max_padded: int) -> list[list[Part]]:
-    """Group parts of like lengths into forward passes: in each, the shortest has at least half the tokens of the longest, and
-    the padded size stays within max_padded (a single part always may exceed it)."""
+    """Group parts of like lengths into forward passes: in each, the shortest has at least half the tokens of the
+    longest, and the padded size stays within max_padded (a single part always may exceed it)."""
     groups: list[list[Part]] = []
     for part in sorted(parts, key=lambda part: -part.num_tokens):
         if groups:

@@ -1,11 +1,11 @@
 """Drives an engine on a thread of its own; the face that any other thread may use.
 
-The thread waits on a condition while there is nothing to do (no polling), else: commands, one step, deltas. Deltas of finished
-requests go out after each step, those of requests that go on every FLUSH_S, so that a message carries many tokens. The sink is
-called on the engine's thread and must only hand over.
+The thread waits on a condition while there is nothing to do (no polling), else: commands, one step, deltas. Deltas
+of finished requests go out after each step, those of requests that go on every FLUSH_S, so that a message carries
+many tokens. The sink is called on the engine's thread and must only hand over.
 
-A step that raises (out of memory, a broken kernel) ends the running requests with `abort` and the exception's text; after
-MAX_FAILED_STEPS in a row the engine is taken for broken, everything is ended, and `failed` is called once.
+A step that raises (out of memory, a broken kernel) ends the running requests with `abort` and the exception's text;
+after MAX_FAILED_STEPS in a row the engine is taken for broken, everything is ended, and `failed` is called once.
 """
 
 import logging
@@ -79,7 +79,8 @@ class EngineThread:
         self._send(lambda: self._engine.abort(request_ids, reason))
 
     def pause(self) -> "Future[EngineLoad]":
-        """Done when no step is running and none will, until `resume`. Running requests stay; aborts are still served."""
+        """Done when no step is running and none will, until `resume`. Running requests stay; aborts are still
+        served."""
         return self._ask(lambda: self._set_paused(True))
 
     def resume(self) -> "Future[EngineLoad]":

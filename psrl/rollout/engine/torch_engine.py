@@ -1,14 +1,14 @@
 """The `torch` engine: continuous batching of any Hugging Face causal LM, on CPU or one GPU.
 
-A step is a prefill pass over what has no keys and values yet (new requests; all of them after a recomputing update), within a budget
-of tokens, and a decode pass that gives each ready row one token. Requests join and leave between passes; rows stay
-without holes. A row is described by two numbers: `length`, its tokens, and `computed`, how many of them are in the cache.
-Ready to decode means that exactly the last token is not.
+A step is a prefill pass over what has no keys and values yet (new requests; all of them after a recomputing update),
+within a budget of tokens, and a decode pass that gives each ready row one token. Requests join and leave between
+passes; rows stay without holes. A row is described by two numbers: `length`, its tokens, and `computed`, how many of
+them are in the cache. Ready to decode means that exactly the last token is not.
 
 Requests that start with equal prompts in the same step (the siblings of a group) share one prefill: its row is copied.
 
-Sampling is deterministic given seed, position in the response and logits (see `noise`), so a request's tokens do not depend on
-the other rows but through rounding.
+Sampling is deterministic given seed, position in the response and logits (see `noise`), so a request's tokens do not
+depend on the other rows but through rounding.
 """
 
 import time
@@ -118,7 +118,9 @@ class TorchEngine:
         return None, ""
 
     def abort(self, request_ids: Seq[str], reason: str = "") -> None:
-        self._finish_many([self._by_id[name] for name in request_ids if name in self._by_id], FinishReason.ABORT, reason)
+        self._finish_many(
+            [self._by_id[name] for name in request_ids if name in self._by_id], FinishReason.ABORT, reason
+        )
 
     def abort_all(self, reason: str, *, running_only: bool = False) -> None:
         chosen = self._rows.sequences if running_only else list(self._by_id.values())
@@ -183,8 +185,8 @@ class TorchEngine:
         self._record(made)
 
     def _admit(self, leaders: list[int], pending: list[int], budget: int) -> dict[int, list[int]]:
-        """Move waiting requests into rows while there is room and budget. Appends to leaders and pending what is to be computed;
-        returns for a leader the rows with the same prompt, which cost nothing."""
+        """Move waiting requests into rows while there is room and budget. Appends to leaders and pending what is to
+        be computed; returns for a leader the rows with the same prompt, which cost nothing."""
         rows = self._rows
         followers: dict[int, list[int]] = {}
         by_prompt: dict[bytes, int] = {}
@@ -263,7 +265,8 @@ class TorchEngine:
         self._finish([(sequence, reason, error) for sequence in sequences])
 
     def _finish(self, ended: list[tuple[Sequence, FinishReason, str]]) -> None:
-        """The last delta of each; their rows are filled from the end. Waiting ones are skipped when their turn comes."""
+        """The last delta of each; their rows are filled from the end. Waiting ones are skipped when their turn
+        comes."""
         if not ended:
             return
         for sequence, reason, error in ended:
@@ -315,4 +318,3 @@ class TorchEngine:
 
     def _version_text(self, request: EngineRequest) -> str:
         return f"version: the request is pinned to {request.pinned_version}, the replica serves {self._version}"
-
