@@ -178,3 +178,127 @@ class WeightStore:
         """The leased bytes, uint8 [data_bytes], shared with all readers: not to be written. Ask `valid` after use."""
 
     def slots(self) -> list[WeightSlot]: ...
+
+# A record's place: (extent, generation, offset, length). A grant: (extent, generation, run). A client: (number,
+# incarnation). Plain tuples, so that messages can carry them.
+Ref = tuple[int, int, int, int]
+Grant = tuple[int, int, int]
+Client = tuple[int, int]
+
+class QueueArena:
+    """The tables of a queue's segment; stands under manager, writers and readers, in any process."""
+
+    @staticmethod
+    def format(segment: Segment, extent_bytes: int, max_clients: int) -> QueueArena:
+        """Lay out a fresh segment in extents of `extent_bytes` (a multiple of 4096)."""
+
+    @staticmethod
+    def open(segment: Segment) -> QueueArena:
+        """Open one that is laid out; StorageError if it is not."""
+
+    @staticmethod
+    def is_formatted(segment: Segment) -> bool: ...
+    @staticmethod
+    def segment_bytes(num_extents: int, extent_bytes: int, max_clients: int) -> int:
+        """Size of a segment with so many extents, tables included."""
+
+    @property
+    def extent_bytes(self) -> int: ...
+    @property
+    def num_extents(self) -> int: ...
+    @property
+    def max_clients(self) -> int: ...
+    @property
+    def capacity(self) -> int:
+        """Bytes of all extents."""
+
+class RecordInfo:
+    """A committed record as found by a scan."""
+
+    @property
+    def ref(self) -> Ref: ...
+    @property
+    def partition(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def tag(self) -> bytes: ...
+    @property
+    def fields(self) -> list[str]: ...
+    @property
+    def written_ns(self) -> int: ...
+
+class Released:
+    """What release_client found."""
+
+    @property
+    def known(self) -> bool: ...
+    @property
+    def num_extents(self) -> int: ...
+    @property
+    def num_leases(self) -> int: ...
+    @property
+    def records(self) -> list[RecordInfo]:
+        """Committed records of the client; they stay."""
+
+class ArenaManager:
+    """Who has which extent. One at a time, on one thread; all state is in the segment."""
+
+    def __init__(self, arena: QueueArena) -> None:
+        """Take over, also from a manager that died in the middle of anything."""
+
+    def register_client(self, name: str) -> Client:
+        """A place for the client; one of the same name is released first. StorageError when the table is full."""
+
+    def grant(self, client: Client, num_bytes: int, count: int, held: list[int]) -> list[Grant]:
+        """Up to `count` extents (one run if a record of num_bytes needs several). Empty: no room now.
+
+        Extents that the client has without knowing (a lost answer) come first. ArenaFull if it can never fit.
+        """
+
+    def free(self, ref: Ref) -> bool:
+        """Free a committed record; False if it is not there. Idempotent."""
+
+    def release_client(self, name: str) -> Released:
+        """The process is dead: seal its extents, return its leases, forget its half-written records. Idempotent."""
+
+    def scan(self) -> list[RecordInfo]:
+        """All committed records, oldest first."""
+
+    def sweep(self) -> None:
+        """Give back extents that are empty and unleased."""
+
+    def free_bytes(self) -> int:
+        """Bytes in free extents, after a sweep."""
+
+class PendingRecord:
+    """Written but invisible; aborted if dropped without commit()."""
+
+    def commit(self) -> Ref: ...
+
+class QueueWriter:
+    """Writes rows into the extents granted to one client. Thread-safe."""
+
+    def __init__(self, arena: QueueArena, client: Client) -> None: ...
+    def add(self, grants: list[Grant]) -> None: ...
+    def held(self) -> list[int]:
+        """Extents in hand."""
+
+    def begin(
+        self, partition: str, key: str, tag: bytes, fields: dict[str, npt.NDArray[np.generic] | bytes]
+    ) -> PendingRecord | None:
+        """Copy a row in. None: no room in hand; ask for record_bytes() and call again. Revoked: counts as dead."""
+
+    def seal(self) -> None:
+        """Give up the unused rest of all extents in hand."""
+
+def record_bytes(partition: str, key: str, tag: bytes, fields: dict[str, npt.NDArray[np.generic] | bytes]) -> int:
+    """Bytes that such a row takes in the arena, with header and alignment."""
+
+class QueueReader:
+    def __init__(self, arena: QueueArena, client: Client) -> None: ...
+    def read(self, ref: Ref, fields: list[str] | None = None) -> dict[str, npt.NDArray[np.generic]]:
+        """Read-only views of a record's fields; they hold one lease until the last of them is gone.
+
+        UnknownKey if the record was cleared or lacks a field: never another row's bytes.
+        """

@@ -1,8 +1,225 @@
-// The sample queue for Python.
+// The sample queue for Python: arrays in, read-only arrays out, refs as plain tuples.
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
 #include "bindings/bindings.h"
+#include "queue/manager.h"
+#include "queue/reader.h"
+#include "queue/writer.h"
 
 namespace psrl::bindings {
+namespace {
 
-void bind_queue(py::module_&) {}
+using RefTuple = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t>;
+using GrantTuple = std::tuple<uint32_t, uint64_t, uint32_t>;
+using ClientTuple = std::pair<uint32_t, uint32_t>;
+
+RefTuple to_tuple(const RecordRef& ref) {
+  return {ref.extent, ref.generation, ref.offset, ref.length};
+}
+RecordRef to_ref(const RefTuple& t) {
+  return {std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t)};
+}
+ClientId to_client(const ClientTuple& client) { return {client.first, client.second}; }
+
+// A row on its way into a record. `arrays` keeps the payload alive while it is copied.
+struct Row {
+  Description description;
+  std::vector<py::object> arrays;
+  std::vector<ConstBytes> payload;
+  uint64_t length = 0;
+};
+
+void add_field(Row& row, const std::string& name, const py::handle& value) {
+  Field field;
+  field.name = name;
+  if (py::isinstance<py::bytes>(value)) {
+    const auto text = std::string_view(py::reinterpret_borrow<py::bytes>(value));
+    field.dtype = "|u1";
+    field.shape = {text.size()};
+    row.arrays.push_back(py::reinterpret_borrow<py::object>(value));
+    row.payload.push_back(std::as_bytes(std::span(text)));
+  } else if (py::isinstance<py::array>(value)) {
+    auto array = py::array::ensure(value, py::array::c_style);
+    if (!array) throw py::error_already_set();
+    field.dtype = array.dtype().attr("str").cast<std::string>();
+    field.shape.assign(array.shape(), array.shape() + array.ndim());
+    row.payload.emplace_back(static_cast<const std::byte*>(array.data()),
+                             static_cast<size_t>(array.nbytes()));
+    row.arrays.push_back(std::move(array));
+  } else {
+    throw py::type_error("field " + name + " is neither a numpy array nor bytes");
+  }
+  row.description.fields.push_back(std::move(field));
+}
+
+Row make_row(const std::string& partition, const std::string& key, const py::bytes& tag,
+             const py::dict& fields) {
+  Row row;
+  row.description.partition = partition;
+  row.description.key = key;
+  row.description.tag = std::string(tag);
+  for (const auto& [name, value] : fields) add_field(row, name.cast<std::string>(), value);
+  row.length = plan_record(row.description);
+  return row;
+}
+
+py::array make_view(const RecordView& view, const Field& field, const py::capsule& owner) {
+  const std::vector<py::ssize_t> shape(field.shape.begin(), field.shape.end());
+  py::array array(py::dtype(field.dtype), shape, {}, view.bytes.data() + field.offset, owner);
+  // Written once: a reader cannot change what another one sees.
+  py::detail::array_proxy(array.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+  return array;
+}
+
+py::dict make_views(const RecordView& view, const std::optional<std::vector<std::string>>& names) {
+  auto* held = new std::shared_ptr<Lease>(view.lease);
+  const py::capsule owner(held,
+                          [](void* lease) { delete static_cast<std::shared_ptr<Lease>*>(lease); });
+  py::dict views;
+  for (const Field& field : view.description.fields) {
+    if (names && std::find(names->begin(), names->end(), field.name) == names->end()) continue;
+    views[py::str(field.name)] = make_view(view, field, owner);
+  }
+  if (names && views.size() != names->size()) {
+    throw UnknownKey("key " + view.description.key + " of partition " + view.description.partition +
+                     ": the record lacks a field that was asked for");
+  }
+  return views;
+}
+
+std::vector<GrantTuple> to_tuples(const std::vector<Grant>& grants) {
+  std::vector<GrantTuple> tuples;
+  for (const Grant& grant : grants) tuples.emplace_back(grant.extent, grant.generation, grant.run);
+  return tuples;
+}
+
+void bind_manager(py::module_& m) {
+  py::class_<RecordInfo>(m, "RecordInfo")
+      .def_property_readonly("ref", [](const RecordInfo& info) { return to_tuple(info.ref); })
+      .def_property_readonly("partition",
+                             [](const RecordInfo& info) { return info.description.partition; })
+      .def_property_readonly("key", [](const RecordInfo& info) { return info.description.key; })
+      .def_property_readonly("tag",
+                             [](const RecordInfo& info) { return py::bytes(info.description.tag); })
+      .def_property_readonly("fields",
+                             [](const RecordInfo& info) {
+                               std::vector<std::string> names;
+                               for (const Field& f : info.description.fields)
+                                 names.push_back(f.name);
+                               return names;
+                             })
+      .def_readonly("written_ns", &RecordInfo::written_ns);
+
+  py::class_<Released>(m, "Released")
+      .def_readonly("known", &Released::known)
+      .def_readonly("num_extents", &Released::num_extents)
+      .def_readonly("num_leases", &Released::num_leases)
+      .def_readonly("records", &Released::records);
+
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<ArenaManager>(m, "ArenaManager")
+      .def(py::init<std::shared_ptr<Arena>>(), py::arg("arena"), Release())
+      .def(
+          "register_client",
+          [](ArenaManager& manager, const std::string& name) {
+            const ClientId client = manager.register_client(name);
+            return ClientTuple{client.number, client.incarnation};
+          },
+          py::arg("name"))
+      .def(
+          "grant",
+          [](ArenaManager& manager, const ClientTuple& client, uint64_t num_bytes, uint32_t count,
+             const std::vector<uint32_t>& held) {
+            return to_tuples(manager.grant(to_client(client), num_bytes, count, held));
+          },
+          py::arg("client"), py::arg("num_bytes"), py::arg("count"), py::arg("held"))
+      .def(
+          "free",
+          [](ArenaManager& manager, const RefTuple& ref) { return manager.free(to_ref(ref)); },
+          py::arg("ref"))
+      .def("release_client", &ArenaManager::release_client, py::arg("name"), Release())
+      .def("scan", &ArenaManager::scan, Release())
+      .def("sweep", &ArenaManager::sweep, Release())
+      .def("free_bytes", &ArenaManager::free_bytes, Release());
+}
+
+void bind_writer(py::module_& m) {
+  py::class_<PendingRecord>(m, "PendingRecord").def("commit", [](PendingRecord& pending) {
+    return to_tuple(pending.commit());
+  });
+
+  py::class_<QueueWriter>(m, "QueueWriter")
+      .def(py::init([](std::shared_ptr<Arena> arena, const ClientTuple& client) {
+             return std::make_unique<QueueWriter>(std::move(arena), to_client(client));
+           }),
+           py::arg("arena"), py::arg("client"))
+      .def(
+          "add",
+          [](QueueWriter& writer, const std::vector<GrantTuple>& tuples) {
+            std::vector<Grant> grants;
+            for (const auto& [extent, generation, run] : tuples) {
+              grants.push_back({extent, generation, run});
+            }
+            writer.add(grants);
+          },
+          py::arg("grants"))
+      .def("held", &QueueWriter::held)
+      .def(
+          "begin",
+          [](QueueWriter& writer, const std::string& partition, const std::string& key,
+             const py::bytes& tag, const py::dict& fields) {
+            const Row row = make_row(partition, key, tag, fields);
+            const py::gil_scoped_release release;
+            return writer.begin(row.description, row.length, row.payload);
+          },
+          py::arg("partition"), py::arg("key"), py::arg("tag"), py::arg("fields"))
+      .def("seal", [](QueueWriter& writer) { writer.seal(); });
+  m.def(
+      "record_bytes",
+      [](const std::string& partition, const std::string& key, const py::bytes& tag,
+         const py::dict& fields) { return make_row(partition, key, tag, fields).length; },
+      py::arg("partition"), py::arg("key"), py::arg("tag"), py::arg("fields"));
+}
+
+}  // namespace
+
+void bind_queue(py::module_& m) {
+  py::class_<Arena, std::shared_ptr<Arena>>(m, "QueueArena")
+      .def_static("format", &Arena::format, py::arg("segment"), py::arg("extent_bytes"),
+                  py::arg("max_clients"))
+      .def_static("open", &Arena::open, py::arg("segment"))
+      .def_static("is_formatted", &Arena::is_formatted, py::arg("segment"))
+      .def_static("segment_bytes", &Arena::segment_bytes, py::arg("num_extents"),
+                  py::arg("extent_bytes"), py::arg("max_clients"))
+      .def_property_readonly("extent_bytes", &Arena::extent_bytes)
+      .def_property_readonly("num_extents", &Arena::num_extents)
+      .def_property_readonly("max_clients", &Arena::max_clients)
+      .def_property_readonly("capacity", &Arena::capacity);
+  bind_manager(m);
+  bind_writer(m);
+  py::class_<QueueReader>(m, "QueueReader")
+      .def(py::init([](std::shared_ptr<Arena> arena, const ClientTuple& client) {
+             return std::make_unique<QueueReader>(std::move(arena), to_client(client));
+           }),
+           py::arg("arena"), py::arg("client"))
+      .def(
+          "read",
+          [](const QueueReader& reader, const RefTuple& ref,
+             const std::optional<std::vector<std::string>>& fields) {
+            return make_views(reader.read(to_ref(ref)), fields);
+          },
+          py::arg("ref"), py::arg("fields") = py::none());
+}
 
 }  // namespace psrl::bindings

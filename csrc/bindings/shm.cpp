@@ -7,6 +7,7 @@
 #include "bindings/bindings.h"
 #include "shm/memory.h"
 #include "shm/segment.h"
+#include "shm/server.h"
 
 namespace psrl::bindings {
 namespace {
@@ -60,6 +61,24 @@ void bind_shm(py::module_& m) {
       .def_property_readonly("fd", &Segment::fd)
       .def("view", &segment_view, py::arg("offset"), py::arg("length"),
            py::arg("writable") = false);
+
+  py::class_<SegmentServer>(m, "SegmentServer")
+      .def(py::init<const std::string&>(), py::arg("path"))
+      .def("add", &SegmentServer::add, py::arg("segment"))
+      .def("close", &SegmentServer::close, py::call_guard<py::gil_scoped_release>())
+      .def("__enter__", [](py::object self) { return self; })
+      .def("__exit__", [](SegmentServer& server, const py::args&) {
+        const py::gil_scoped_release release;
+        server.close();
+      });
+  m.def(
+      "fetch_segment",
+      [](const std::string& path, const std::string& name, double timeout_s, bool read_only) {
+        return fetch_segment(path, name, std::chrono::duration<double>(timeout_s),
+                             read_only ? Access::kReadOnly : Access::kReadWrite);
+      },
+      py::arg("path"), py::arg("name"), py::arg("timeout_s"), py::arg("read_only") = false,
+      py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace psrl::bindings
