@@ -75,7 +75,9 @@ def load(path: str | Path, *, override_config: dict[str, Any] | None = None, che
     model.train()
     _check(model, path)
     if checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers renamed it within version 5
+        enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model
 
 
