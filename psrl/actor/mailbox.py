@@ -54,7 +54,7 @@ class Job:
             self.task.cancel()
 
     def _expire(self, actor: str) -> None:
-        self.stop(CallTimeout(f"{actor}.{self.handler.name} did not answer before its deadline"))
+        self.stop(_late(actor, self.handler))
 
 
 class Mailbox:
@@ -78,7 +78,7 @@ class Mailbox:
         return self.capacity - len(self._in_hand)
 
     def take(self, handler: Handler, message: msgspec.Struct, deadline: float, request: RequestId | None = None) -> Job:
-        """Begin a call, or join the one that `request` began before. Raises Overloaded, or ActorDied after the end."""
+        """Begin a call, or join the one that `request` began before. Raises Overloaded, CallTimeout or ActorDied."""
         if self._ended is not None:
             raise ActorDied(self._ended)
         if request is not None and handler.idempotent:
@@ -87,6 +87,8 @@ class Mailbox:
                 return known
         else:
             request = None
+        if deadline <= now():
+            raise _late(self._actor, handler)
         if self.num_free <= 0:
             raise Overloaded(f"{self._actor} already has {self.capacity} calls in its mailbox")
         job = Job(self._actor, handler, message, deadline, request)
@@ -135,3 +137,7 @@ class Mailbox:
             if len(self._answered) <= self._remembered and oldest.deadline > time:
                 break
             self._answered.popitem(last=False)
+
+
+def _late(actor: str, handler: Handler) -> CallTimeout:
+    return CallTimeout(f"{actor}.{handler.name} did not answer before its deadline")

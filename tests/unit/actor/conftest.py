@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import uvloop
 
 from psrl.actor import Actor, Runtime, UnixAddress
+
+sys.path.append(str(Path(__file__).parent))  # for actors_under_test, which is also a program
 
 A = TypeVar("A", bound=Actor)
 

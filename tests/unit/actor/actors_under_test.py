@@ -1,0 +1,160 @@
+"""The actor that the actor tests talk to. Also a program: a peer process that serves it until it is killed.
+
+python actors_under_test.py SOCKET
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from psrl.actor import Actor, Runtime, UnixAddress, handler, run
+from psrl.errors import ConfigError
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    amount: int
+
+
+class Added(msgspec.Struct, frozen=True, tag=True):
+    total: int
+
+
+class TooMuch(msgspec.Struct, frozen=True, tag=True):
+    limit: int
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    seconds: float
+
+
+class Break(msgspec.Struct, frozen=True, tag=True):
+    how: str
+
+
+class Occupy(msgspec.Struct, frozen=True, tag=True):
+    """Count once. `cut`: break the callers' connections this many times just before the answer."""
+
+    seconds: float = 0.0
+    cut: int = 0
+
+
+class Large(msgspec.Struct, frozen=True, tag=True):
+    payload: bytes
+    num_bytes_back: int = 0
+
+
+class LargeBack(msgspec.Struct, frozen=True, tag=True):
+    payload: bytes
+
+
+class Cut(msgspec.Struct, frozen=True, tag=True):
+    """Break the callers' connections before the answer."""
+
+
+class Fall(msgspec.Struct, frozen=True, tag=True):
+    """End the actor by an error in one of its own tasks."""
+
+
+class Counter(Actor):
+    def __init__(self) -> None:
+        self.total = 0
+        self.num_sleeping = 0
+        self.num_cancelled = 0
+        self.num_large = 0
+        self.events: list[str] = []
+
+    async def started(self) -> None:
+        self.events.append("started")
+
+    async def stopped(self) -> None:
+        self.events.append("stopped")
+
+    @handler
+    async def add(self, message: Add) -> Added | TooMuch:
+        if message.amount > 100:
+            return TooMuch(100)
+        self.total += message.amount
+        return Added(self.total)
+
+    @handler
+    async def forget(self, message: Forget) -> None:
+        self.total = 0
+
+    @handler
+    async def sleep(self, message: Sleep) -> Added:
+        self.num_sleeping += 1
+        try:
+            await asyncio.sleep(message.seconds)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_sleeping -= 1
+        return Added(self.total)
+
+    @handler(idempotent=True, timeout_s=20.0)
+    async def occupy(self, message: Occupy) -> Added:
+        self.num_sleeping += 1
+        self.total += 1
+        total = self.total
+        await asyncio.sleep(message.seconds)
+        self.num_sleeping -= 1
+        if message.cut:
+            cut_callers(self.runtime)
+        return Added(total)
+
+    @handler
+    async def cut(self, message: Cut) -> Added:
+        cut_callers(self.runtime)
+        return Added(self.total)
+
+    @handler
+    async def large(self, message: Large) -> LargeBack:
+        self.num_large += 1
+        return LargeBack(bytes(message.num_bytes_back))
+
+    @handler
+    async def fall(self, message: Fall) -> None:
+        async def falling() -> None:
+            raise ZeroDivisionError("the floor")
+
+        self.spawn(falling(), "falling")
+        await asyncio.sleep(60)
+
+    @handler
+    async def break_it(self, message: Break) -> Added:
+        if message.how == "config":
+            raise ConfigError("set `a.b` to 1")
+        if message.how == "cancel":
+            raise asyncio.CancelledError
+        if message.how == "reply":
+            return message  # type: ignore[return-value]
+        raise ZeroDivisionError(message.how)
+
+
+def cut_callers(runtime: Runtime) -> None:
+    for inbound in list(runtime._inbound):
+        inbound.connection.abort("cut by the test")
+
+
+async def until(true: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not true():
+            await asyncio.sleep(0.001)
+
+
+async def serve(path: str) -> None:
+    async with Runtime("peer", listen=UnixAddress(path)) as runtime:
+        runtime.spawn("counter", Counter())
+        print("ready", flush=True)
+        await asyncio.sleep(60)
+
+
+if __name__ == "__main__":
+    run(serve(sys.argv[1]))
