@@ -19,7 +19,8 @@ class Score(msgspec.Struct, frozen=True, tag=True):
 class Scored(msgspec.Struct, frozen=True, tag=True):
     """raw_score is what the function said, shaped_reward what is trained on (overlong penalty included).
 
-    Both are sums over the scoring sources, weighted by reward_coef. `metrics` has the numeric extra info; acc is always there.
+    Both are sums over the scoring sources, weighted by reward_coef. `metrics` has the numeric extra info; acc is
+    always there.
     """
 
     trajectory: TrajectoryId

@@ -1,0 +1,110 @@
+"""A scoring process: judges one sample at a time until its worker is gone. Started by `psrl.reward.process`, killed
+at will.
+
+User code may do anything here: loop, crash, print, change signals. So nothing else lives in this process, it ends
+with its parent (parent-death signal, and end of file on its socket), and a process group of its own lets the worker
+end what it started.
+"""
+
+import asyncio
+import ctypes
+import inspect
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from psrl.errors import ConfigError
+from psrl.reward import custom, rules
+from psrl.reward.manager import Judged, judged, shape
+from psrl.reward.plan import RewardPlan
+from psrl.reward.wire import Done, Job, LoadFailed, Raised, Ready, Setup, frame, read_blocking, to_process
+
+_PR_SET_PDEATHSIG = 1
+_MAX_TEXT = 20_000
+
+
+class Scorer:
+    """The functions of a plan, loaded. Raises ConfigError if one cannot be."""
+
+    def __init__(self, plan: RewardPlan, runner: asyncio.Runner) -> None:
+        self._plan = plan
+        self._runner = runner
+        self._functions = [_builtin if s.function is None else custom.load(s.function) for s in plan.sources]
+
+    def answer(self, job: Job) -> Done | Raised:
+        """The verdict, or what went wrong, as text. Never raises."""
+        try:
+            answers = [self._judge(index, function, job) for index, function in enumerate(self._functions)]
+            sources = self._plan.sources
+            penalties, coefs = [s.overlong for s in sources], [s.coef for s in sources]
+            return Done(shape(answers, penalties, coefs, job.num_response_tokens))
+        except BaseException as error:  # also SystemExit: the user's function must not decide how long we live
+            return _raised(error)
+
+    def _judge(self, index: int, function: Callable[..., Any], job: Job) -> Judged:
+        stated = self._plan.sources[index].function
+        answer = function(
+            data_source=job.data_source,
+            solution_str=job.solution,
+            ground_truth=job.ground_truth,
+            extra_info=dict(job.extra_info),
+            **(stated.kwargs if stated is not None else {}),
+        )
+        if inspect.isawaitable(answer):
+            answer = self._runner.run(_await(answer))
+        return judged(answer)
+
+
+def _raised(error: BaseException) -> Raised:
+    """What happened, as text that can travel whatever it holds."""
+    parts = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    return Raised(*(part.encode("utf-8", "backslashreplace").decode()[-_MAX_TEXT:] for part in parts))
+
+
+def _builtin(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    return rules.score(data_source, solution_str, ground_truth, extra_info)
+
+
+async def _await(answer: Any) -> Any:
+    return await answer
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer until the worker closes its end."""
+    body = read_blocking(connection)
+    if body is None:
+        return
+    setup = to_process.decode(body)
+    assert isinstance(setup, Setup)
+    with asyncio.Runner() as runner:
+        _end_with(setup.parent)
+        try:
+            scorer = Scorer(setup.plan, runner)
+        except ConfigError as error:
+            connection.sendall(frame(LoadFailed(str(error))))
+            return
+        connection.sendall(frame(Ready()))
+        while (body := read_blocking(connection)) is not None:
+            job = to_process.decode(body)
+            assert isinstance(job, Job)
+            connection.sendall(frame(scorer.answer(job)))
+
+
+def _end_with(parent: int) -> None:
+    """Be killed when the worker's thread that started us ends, also if that has already happened."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        serve(connection)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The built-in scoring function of each data source. Pure. An unknown source is an error at start, never a score."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from psrl.errors import ConfigError
+from psrl.reward import gsm8k
+from psrl.types import FinishReason
+
+Rule = Callable[[str, str, Mapping[str, Any]], float]
+"""(solution, ground_truth, extra_info) -> score."""
+
+
+def _gsm8k(solution: str, ground_truth: str, extra_info: Mapping[str, Any]) -> float:
+    return gsm8k.score(solution, ground_truth)
+
+
+def _arithmetic(solution: str, ground_truth: str, extra_info: Mapping[str, Any]) -> float:
+    """As GSM8K, but an answer that was cut off counts for nothing: it has to end by itself."""
+    if extra_info.get("finish_reason") != FinishReason.STOP:
+        return 0.0
+    return gsm8k.score(solution, ground_truth)
+
+
+RULES: dict[str, Rule] = {"openai/gsm8k": _gsm8k, "psrl/arithmetic": _arithmetic}
+
+
+def score(data_source: str, solution: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
+    """Judge by the rule of the data source. Raises ConfigError if it has none, TypeError if the truth is not text."""
+    rule = RULES.get(data_source)
+    if rule is None:
+        raise ConfigError(unknown((data_source,)))
+    if not isinstance(ground_truth, str):
+        raise TypeError(f"ground_truth of {data_source} must be text, is {type(ground_truth).__name__}")
+    return rule(solution, ground_truth, extra_info)
+
+
+def unknown(data_sources: Iterable[str]) -> str:
+    """One sentence about data sources without a rule; empty if each has one."""
+    missing = sorted(set(data_sources) - RULES.keys())
+    if not missing:
+        return ""
+    names, known = ", ".join(map(repr, missing)), ", ".join(map(repr, RULES))
+    return (
+        f"no built-in reward for data source {names} (there are {known}): "
+        "set data.data_source_name to one of these if the column is missing, or give reward.custom_reward_function.path"
+    )
