@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/bytes.h"
+
 namespace psrl::weights {
 
 inline constexpr uint64_t kMagic = 0x31544857'4C525350;  // "PSRLWHT1"
@@ -69,6 +71,26 @@ struct alignas(kPage) SlotHeader {
   std::array<std::atomic<uint64_t>, 2> manifest_hash;
   std::atomic<uint64_t> written;  // bytes put since begin
   std::array<std::atomic<uint32_t>, kMaxClients> leases;
+};
+
+constexpr uint64_t chunks_of(uint64_t data_bytes) {
+  return (data_bytes + kChunkBytes - 1) / kChunkBytes;
+}
+
+// Where the parts of a store stand, from the start of its memory.
+struct Plan {
+  explicit constexpr Plan(uint64_t data_bytes)
+      : slot_stride(align_up(sizeof(SlotHeader) + chunks_of(data_bytes) * sizeof(uint64_t), kPage)),
+        data(sizeof(StoreHeader) + kSlots * slot_stride),
+        data_stride(align_up(data_bytes, kPage)),
+        total(data + kSlots * data_stride) {}
+
+  uint64_t slot(size_t index) const { return sizeof(StoreHeader) + index * slot_stride; }
+
+  uint64_t slot_stride;  // a SlotHeader and the checksums that follow it
+  uint64_t data;
+  uint64_t data_stride;
+  uint64_t total;
 };
 
 // The checksum of a chunk as it stands in the table; 0 means that it was not computed yet.

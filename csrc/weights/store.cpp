@@ -10,24 +10,6 @@
 namespace psrl::weights {
 namespace {
 
-uint64_t chunks_of(uint64_t data_bytes) { return (data_bytes + kChunkBytes - 1) / kChunkBytes; }
-
-// Where the parts of a store stand, from the start of its memory.
-struct Plan {
-  explicit Plan(uint64_t data_bytes)
-      : table(sizeof(SlotHeader)),
-        slot_stride(align_up(sizeof(SlotHeader) + chunks_of(data_bytes) * sizeof(uint64_t), kPage)),
-        data(sizeof(StoreHeader) + kSlots * slot_stride),
-        data_stride(align_up(data_bytes, kPage)),
-        total(data + kSlots * data_stride) {}
-
-  uint64_t table;  // from the start of a slot's header
-  uint64_t slot_stride;
-  uint64_t data;
-  uint64_t data_stride;
-  uint64_t total;
-};
-
 // FNV-1a; never 0.
 uint64_t client_id(std::string_view name) {
   uint64_t hash = 0xCBF29CE484222325;
@@ -84,9 +66,10 @@ WeightStore::WeightStore(Bytes memory, uint64_t data_bytes, std::shared_ptr<cons
       num_chunks_(chunks_of(data_bytes)) {
   const Plan plan(data_bytes);
   for (size_t i = 0; i < kSlots; ++i) {
-    std::byte* base = memory.data() + sizeof(StoreHeader) + i * plan.slot_stride;
+    std::byte* base = memory.data() + plan.slot(i);
     slots_[i] = reinterpret_cast<SlotHeader*>(base);
-    checksums_[i] = {reinterpret_cast<std::atomic<uint64_t>*>(base + plan.table), num_chunks_};
+    checksums_[i] = {reinterpret_cast<std::atomic<uint64_t>*>(base + sizeof(SlotHeader)),
+                     num_chunks_};
     data_[i] = memory.subspan(plan.data + i * plan.data_stride, data_bytes);
   }
 }

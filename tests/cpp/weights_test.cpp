@@ -185,6 +185,29 @@ TEST_F(Weights, SlotOfADeadWriterIsTakenByTheNextEpochOrAbandoned) {
   EXPECT_THROW(store_->abandon(next.slot), StorageError);
 }
 
+// The one moment at which a commit is half done: the slot says so, the word that readers look at
+// does not.
+TEST_F(Weights, HeadKilledInACommitLeavesTheOldVersion) {
+  publish(0, 0);
+  publish(0, 1);
+  const Ticket ticket = write(0, 2);
+  const Plan plan(kData);
+  auto* slot = reinterpret_cast<SlotHeader*>(span_.data() + plan.slot(ticket.slot));
+  slot->word.store(SlotWord{SlotState::kCommitted, ticket.generation}.pack());
+
+  WeightStore restarted = WeightStore::open(span_, nullptr);
+  EXPECT_EQ(restarted.newest()->version, 1U);
+  EXPECT_EQ(read(*restarted.acquire("reader", 0)), filled(1));
+  restarted.commit(0, 2, ticket.slot);  // said again
+  EXPECT_EQ(read(*restarted.acquire("reader", 2)), filled(2));
+
+  const Ticket lost = write(0, 3);
+  slot = reinterpret_cast<SlotHeader*>(span_.data() + plan.slot(lost.slot));
+  slot->word.store(SlotWord{SlotState::kCommitted, lost.generation}.pack());
+  EXPECT_EQ(restarted.begin(1, 2, kHash).slot, lost.slot);  // or taken by the next epoch
+  EXPECT_EQ(read(*restarted.acquire("reader", 2)), filled(2));
+}
+
 TEST_F(Weights, DamageIsTold) {
   const uint32_t slot = publish(0, 0);
   const Lease lease = *store_->acquire("reader", 0);
