@@ -14,6 +14,7 @@
     |  |- UnknownKey        a key, field or partition is not there
     |  |- Revoked           the lease was taken back; start again on the newest version
     |  `- ChecksumMismatch  bytes are not what was committed
+    |- CheckpointError      a checkpoint could not be written or read; the last good one stands
     |- StaleMessage         a message of an older epoch
     |- EngineError          an inference engine failed
     `- RunFailed            the run as a whole cannot go on
@@ -82,6 +83,10 @@ class Revoked(StorageError):
 
 class ChecksumMismatch(StorageError):
     """The bytes read are not those that were committed."""
+
+
+class CheckpointError(PsrlError):
+    """A checkpoint could not be written or read. What was there before is untouched."""
 
 
 class StaleMessage(PsrlError):
