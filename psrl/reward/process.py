@@ -125,6 +125,8 @@ def verify(plan: RewardPlan) -> None:
             body = read_blocking(connection)
         except TimeoutError:
             raise ConfigError(f"the reward functions were not loaded after {START_TIMEOUT_S:g} s") from None
+        except ConnectionError:
+            body = None
         finally:
             _end_group(child)
             child.wait(_END_TIMEOUT_S)

@@ -33,7 +33,10 @@ class RewardWorker(Actor):
 
     async def started(self) -> None:
         """Start one process, the others when they are needed. Raises ConfigError if a function cannot be loaded."""
-        await self._processes[0].start()
+        try:
+            await self._processes[0].start()
+        except ProcessDied:
+            pass  # it is started again for the first sample, and counted there
         for process in self._processes:
             self._free.put_nowait(process)
 
