@@ -21,8 +21,8 @@ class RunSpec(msgspec.Struct, frozen=True):
     epoch: Epoch
     initial_version: Version  # of the weights that training starts from: 0, or the checkpoint's
     resume_from: str | None  # a checkpoint folder
-    weights_bytes: int  # of one version in the manifest's layout, as the launcher worked it out
-    max_clients: int  # processes that may map the arena over the run's life, restarts included
+    manifest: bytes  # of the published weights (`psrl.weights.manifest.Manifest`)
+    device: str  # cpu or cuda
 
     @property
     def segments_socket(self) -> str:

@@ -36,7 +36,7 @@ from psrl.rollout.messages import (
 from psrl.rollout.replica_client import ReplicaClient
 from psrl.rollout.request import GenerationRequest
 from psrl.rollout.routing import Policy, ReplicaView, eligible
-from psrl.types import Epoch, FinishReason, TrajectoryId, Version
+from psrl.types import FinishReason, TrajectoryId, Version
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +71,9 @@ class _Waiting:
 class RolloutGateway(Actor):
     """Online requests of agent loops: selection, admission, dispatch, partial rollout."""
 
-    def __init__(self, manager: PSManager, policy: Policy, *, epoch: Epoch, max_concurrent_seqs: int) -> None:
+    def __init__(self, manager: PSManager, policy: Policy, *, max_concurrent_seqs: int) -> None:
         self._manager = manager
         self._policy = policy
-        self._epoch = epoch
         self._max_concurrent_seqs = max_concurrent_seqs
         self._replicas: dict[str, _Replica] = {}
         self._waiting: dict[TrajectoryId, _Waiting] = {}
@@ -247,8 +246,9 @@ class RolloutGateway(Actor):
         try:
             return await waiting.place
         except asyncio.CancelledError:
-            if waiting.place.done() and not waiting.place.cancelled() and waiting.place.result() is not None:
-                self._leave(request, waiting.place.result())
+            place = waiting.place.result() if waiting.place.done() and not waiting.place.cancelled() else None
+            if place is not None:  # it was given a replica in the moment of its cancellation
+                self._leave(request, place)
             raise
         finally:
             self._waiting.pop(request.message.trajectory, None)

@@ -7,6 +7,7 @@ One trajectory's way: agent loop (generation through the gateway) -> row on the 
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 
 import msgspec
@@ -68,7 +69,7 @@ class AgentLoopWorker:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await places.acquire()
-                offer = await self._manager.next_group(NextGroup(self._name))
+                offer = await self._manager.next_group(NextGroup(self._name, life=os.getpid()))
                 if isinstance(offer, NoGroup):
                     places.release()
                     if offer.end:

@@ -1,0 +1,69 @@
+"""The entry of every process of a run: `python -m psrl.launch.child ROLE --name NAME --spec FILE`.
+
+SIGTERM asks a role to end in order. Logs go to stderr, which the launcher keeps in `logs/NAME.log`.
+"""
+
+import argparse
+import asyncio
+import importlib
+import inspect
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from psrl.actor import run as run_loop
+from psrl.errors import ConfigError, RunFailed
+from psrl.launch.spec import RunSpec
+
+ROLES = ("head", "replica", "trainer", "agent", "reward")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m psrl.launch.child", description=__doc__)
+    parser.add_argument("role", choices=ROLES)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--spec", required=True, type=Path)
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    spec = RunSpec.read(arguments.spec)
+    role = importlib.import_module(f"psrl.launch.roles.{arguments.role}").run
+    try:
+        if inspect.iscoroutinefunction(role):
+            run_loop(_until_told(role(spec, arguments.name)))
+        else:
+            signal.signal(signal.SIGTERM, _exit_in_order)
+            role(spec, arguments.name)
+    except (ConfigError, RunFailed) as failure:
+        logging.getLogger("psrl").error("%s: %s", type(failure).__name__, failure)
+        return 1
+    return 0
+
+
+async def _until_told(work) -> None:  # type: ignore[no-untyped-def]
+    """Run a role until it returns or SIGTERM asks it to end."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+    told = False
+
+    def tell() -> None:
+        nonlocal told
+        told = True
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, tell)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not told:
+            raise
+
+
+def _exit_in_order(signum: int, frame: object) -> None:
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""An agent loop worker: pulls groups and runs their trajectories."""
+
+import asyncio
+
+from psrl.actor import Runtime, UnixAddress
+from psrl.control import PSManager
+from psrl.data import ChatTokenizer
+from psrl.launch.roles import head, reward
+from psrl.launch.roles.failure import raise_when_failed
+from psrl.launch.spec import RunSpec
+from psrl.reward.worker import RewardWorker
+from psrl.rollout.agent_loop import SingleTurn
+from psrl.rollout.gateway import RolloutGateway
+from psrl.rollout.worker import AgentLoopWorker, WorkerSettings
+from psrl.transfer import QueueController, StorageActor, TransferQueue
+from psrl.transfer.segments import SegmentSource
+
+
+async def run(spec: RunSpec, name: str) -> None:
+    """Work until PSManager says that nothing more will come."""
+    config = spec.config
+    agent = config.gen_actor_rollout_ref.rollout.agent
+    scoring = config.reward.reward_loop_worker
+    tokenizer = ChatTokenizer.load(config.train_actor_rollout_ref.model.path, config.data.apply_chat_template_kwargs)
+    async with Runtime(name) as runtime:
+        address = UnixAddress(spec.head_socket)
+        manager = await runtime.connect(PSManager, head.MANAGER, address, timeout_s=head.START_TIMEOUT_S)
+        gateway = await runtime.connect(RolloutGateway, head.GATEWAY, address, timeout_s=head.START_TIMEOUT_S)
+        queue = await TransferQueue.connect(
+            runtime,
+            await runtime.connect(QueueController, head.CONTROLLER, address, timeout_s=head.START_TIMEOUT_S),
+            await runtime.connect(StorageActor, head.STORAGE, address, timeout_s=head.START_TIMEOUT_S),
+            SegmentSource(spec.segments_socket),
+            client=name,
+        )
+        rewards = await asyncio.gather(
+            *(
+                runtime.connect(
+                    RewardWorker, reward.ACTOR, UnixAddress(spec.socket_of(worker)), timeout_s=head.START_TIMEOUT_S
+                )
+                for worker in spec.rewards
+            )
+        )
+        worker = AgentLoopWorker(
+            name,
+            manager=manager,
+            gateway=gateway,
+            queue=queue,
+            rewards=rewards,
+            tokenizer=tokenizer,
+            loop=SingleTurn(),
+            settings=WorkerSettings(
+                max_concurrent_groups=agent.max_concurrent_groups,
+                retry_limit=agent.retry_limit,
+                trajectory_timeout_s=agent.trajectory_timeout_s,
+                score_timeout_s=scoring.timeout_s * (scoring.retry_limit + 2),
+                score_attempts=scoring.retry_limit + 1,
+                seed=config.gen_actor_rollout_ref.rollout.seed,
+            ),
+        )
+        running = asyncio.create_task(worker.run())
+        failing = asyncio.create_task(raise_when_failed(runtime))
+        try:
+            await asyncio.wait((running, failing), return_when=asyncio.FIRST_COMPLETED)
+            for task in (running, failing):
+                if task.done():
+                    task.result()
+        finally:
+            running.cancel()
+            failing.cancel()
+            await asyncio.gather(running, failing, return_exceptions=True)

@@ -1,0 +1,178 @@
+"""The head: the control actors of a run in one process, and the effects by which PSManager moves the rest."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from psrl.actor import Actor, Runtime, UnixAddress, handler
+from psrl.control import ControlSettings, ControlState, PSManager, TrajectoryLog
+from psrl.control.messages import GetStatus, WorkerLost
+from psrl.data import ChatTokenizer, PromptDataset, PromptFeed
+from psrl.launch.messages import Ack, CollectMetrics, Metrics, ProcessLost
+from psrl.launch.roles.failure import raise_when_failed
+from psrl.launch.spec import QUEUE_SEGMENT, WEIGHTS_SEGMENT, RunSpec
+from psrl.rollout.coordinator import RolloutCoordinator
+from psrl.rollout.gateway import RolloutGateway
+from psrl.rollout.messages import AbortTrajectories, GetRolloutView, GetSyncView, ReplicaLost, VersionPublished
+from psrl.rollout.routing import policy_named
+from psrl.transfer import QueueController, ReleaseClient, StorageActor, TransferQueue
+from psrl.transfer.segments import SegmentSource
+from psrl.types import Epoch, GroupId, TrajectoryId, Version
+from psrl.weights.store import WeightStore
+
+logger = logging.getLogger(__name__)
+
+MANAGER, GATEWAY, COORDINATOR = "psmanager", "gateway", "coordinator"
+CONTROLLER, STORAGE, NODE = "queue", "storage", "node"
+
+START_TIMEOUT_S = 300.0
+"""How long others wait for the head, which first reads and tokenises the data."""
+
+GENERATE_MAILBOX = 1 << 16  # requests wait in the gateway by design, not in engines
+"""Calls in progress at the gateway; more are pushed back."""
+
+CONTROL_MAILBOX = 1 << 16  # completions of a whole batch may arrive at once
+
+
+class Node(Actor):
+    """The head's face to the node agent and to the trainer's metrics."""
+
+    def __init__(
+        self,
+        manager: PSManager,
+        gateway: RolloutGateway,
+        coordinator: RolloutCoordinator,
+        storage: StorageActor,
+        weights: WeightStore,
+    ) -> None:
+        self._manager = manager
+        self._gateway = gateway
+        self._coordinator = coordinator
+        self._storage = storage
+        self._weights = weights
+        self._num_lost: dict[str, int] = {}
+
+    @handler(idempotent=True)
+    async def process_lost(self, message: ProcessLost) -> Ack:
+        """Take back what a dead process held, and offer its work again."""
+        self._num_lost[message.role] = self._num_lost.get(message.role, 0) + 1
+        if message.role == "replica":
+            self._weights.release_client(message.name)
+            await self._coordinator.replica_lost(ReplicaLost(message.name, message.reason))
+        elif message.role == "agent":
+            await self._storage.release_client(ReleaseClient(message.name))
+            await self._manager.worker_lost(WorkerLost(message.name, message.reason))
+        return Ack()
+
+    @handler
+    async def collect_metrics(self, message: CollectMetrics) -> Metrics:
+        """Totals since the head's start; rates are for the reader to form."""
+        rollout = await self._gateway.get_rollout_view(GetRolloutView())
+        sync = await self._coordinator.get_sync_view(GetSyncView())
+        status = await self._manager.get_status(GetStatus())
+        values = {
+            "rollout/num_generated_tokens": float(rollout.num_generated_tokens),
+            "rollout/num_finished": float(rollout.num_finished),
+            "rollout/num_redispatched": float(rollout.num_redispatched),
+            "rollout/num_running": float(sum(replica.num_running for replica in rollout.replicas)),
+            "rollout/num_waiting": float(rollout.num_waiting),
+            "rollout/num_replicas": float(len(rollout.replicas)),
+            "rollout/busy_s": rollout.busy_s,
+            "sync/num_syncs": float(sync.num_syncs),
+            "sync/num_failures": float(sync.num_failures),
+            "sync/pause_s": sync.pause_s,
+            "sync/transfer_s": sync.transfer_s,
+            "sync/num_bytes": float(sync.num_bytes),
+        }
+        for name in status.counters.__struct_fields__:
+            values[f"groups/{name}"] = float(getattr(status.counters, name))
+        for role, count in self._num_lost.items():
+            values[f"processes/lost_{role}"] = float(count)
+        return Metrics(values)
+
+
+class HeadEffects:
+    """What PSManager's decisions do to the layers above it. Nothing is decided before `connect`: no version is published."""
+
+    def __init__(self, weights: WeightStore, queue: TransferQueue) -> None:
+        self._weights = weights
+        self._queue = queue
+
+    def connect(self, gateway: RolloutGateway, gateway_actor: RolloutGateway, coordinator: RolloutCoordinator) -> None:
+        """`gateway` is the ref; `gateway_actor` the object behind it, in this process."""
+        self._gateway, self._gateway_actor, self._coordinator = gateway, gateway_actor, coordinator
+
+    async def commit_weights(self, epoch: Epoch, version: Version, slot: int) -> None:
+        self._weights.commit(epoch, version, slot)
+
+    async def version_published(self, epoch: Epoch, version: Version, slot: int) -> None:
+        await self._coordinator.version_published(VersionPublished(epoch, version, slot))
+
+    async def abort(self, trajectories: Sequence[TrajectoryId], reason: str) -> None:
+        await self._gateway.abort_trajectories(AbortTrajectories(tuple(trajectories), reason))
+
+    async def clear_rows(self, keys: Sequence[str], partition: str) -> None:
+        await self._queue.kv_clear(list(keys), partition)
+
+    def ledger_changed(self) -> None:
+        self._gateway_actor.ledger_changed()
+
+
+async def run(spec: RunSpec, name: str) -> None:
+    """Serve until told to stop."""
+    config = spec.config
+    tokenizer = ChatTokenizer.load(config.train_actor_rollout_ref.model.path, config.data.apply_chat_template_kwargs)
+    train = PromptDataset.load(config.data.train_files, config.data, tokenizer, config.data.train_max_samples)
+    validation = PromptDataset.load(config.data.val_files, config.data, tokenizer, config.data.val_max_samples)
+    logger.info("training data: %s", train.describe())
+    logger.info("validation data: %s", validation.describe())
+    state = None
+    if spec.resume_from is not None:
+        state = ControlState.decode(read_control_state(Path(spec.resume_from)))
+    settings = ControlSettings.from_config(
+        config,
+        num_rows=len(train),
+        stop_token_ids=tokenizer.eos_ids,
+        epoch=spec.epoch,
+        initial_version=spec.initial_version,
+    )
+    segments = SegmentSource(spec.segments_socket)
+    weights = WeightStore.open(segments.fetch(WEIGHTS_SEGMENT))
+    routing = config.psrl.rollout_coordination.routing_strategy
+    async with Runtime(name, listen=UnixAddress(spec.head_socket)) as runtime:
+        storage = runtime.spawn(STORAGE, StorageActor(segments.fetch(QUEUE_SEGMENT)))
+        controller = runtime.spawn(CONTROLLER, QueueController(storage))
+        queue = await TransferQueue.connect(runtime, controller, storage, segments, client=name)
+        effects = HeadEffects(weights, queue)
+        manager = runtime.spawn(
+            MANAGER,
+            PSManager(
+                settings,
+                PromptFeed(train, config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.data.seed),
+                effects,
+                TrajectoryLog(Path(spec.run_dir)),
+                state,
+                validation=[validation.prompt(row, GroupId(row)) for row in range(len(validation))],
+            ),
+            mailbox=CONTROL_MAILBOX,
+        )
+        gateway_actor = RolloutGateway(
+            manager,
+            policy_named(routing.method),
+            max_concurrent_seqs=routing.max_concurrent_seqs_per_instance,
+        )
+        gateway = runtime.spawn(GATEWAY, gateway_actor, mailbox=GENERATE_MAILBOX)
+        coordinator = runtime.spawn(
+            COORDINATOR,
+            RolloutCoordinator(
+                gateway,
+                epoch=spec.epoch,
+                check_interval_s=config.psrl.rollout_coordination.sync_and_mig_strategy.check_interval_in_ms / 1e3,
+                partial_rollout=config.psrl.rollout_coordination.partial_rollout.enable,
+                running=config.psrl.sync.running,
+                sync_timeout_s=config.psrl.sync.timeout_s,
+            ),
+        )
+        effects.connect(gateway, gateway_actor, coordinator)
+        runtime.spawn(NODE, Node(manager, gateway, coordinator, storage, weights))
+        await raise_when_failed(runtime)
