@@ -134,8 +134,7 @@ class Runtime:
         connections = [inbound.connection for inbound in self._inbound]
         for inbound in list(self._inbound):
             inbound.close(reason)
-        endings = [connection.closed() for connection in connections]
-        endings += [link.close(reason) for link in self._links.values()]
+        endings = [link.close(reason) for link in self._links.values()]
         if self._listener is not None:
             endings.append(self._listener.close())
         try:
@@ -158,6 +157,8 @@ class Runtime:
         self._inbound.discard(inbound)
 
     def _accept(self, connection: Connection) -> Inbound:
+        if self._state == "closed":
+            raise PermissionError(f"runtime {self.name} closed")
         inbound = Inbound(self, connection)
         self._inbound.add(inbound)
         return inbound

@@ -64,7 +64,7 @@ class Listener(Protocol):
     def stop_accepting(self) -> None: ...
 
     async def close(self) -> None:
-        """Give the address back; nothing of it is left."""
+        """Give the address back and wait until every accepted connection is gone. The caller brings the deadline."""
 
 
 Accept = Callable[[Connection], Receiver]
@@ -75,7 +75,7 @@ class Address(msgspec.Struct, frozen=True, tag=True):
 
     @abstractmethod
     async def listen(self, accept: Accept, limit: int) -> Listener:
-        """Serve this address; `accept` makes the receiver of each new connection.
+        """Serve this address; `accept` makes the receiver of each new connection, or raises PermissionError.
 
         `limit` is in bytes per frame. Raises ConfigError when the address cannot be had, saying why.
         """

@@ -9,10 +9,12 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import socket
 import stat
 import struct
+import weakref
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -21,9 +23,12 @@ from psrl.actor.transport import Accept, Address, Connection, Listener, NobodyLi
 from psrl.clock import now
 from psrl.errors import ConfigError
 
+_log = logging.getLogger("psrl.actor")
+
 MAX_PATH_BYTES = 107
 BACKLOG = 1024
 LOCK_TIMEOUT_S = 5.0
+ACCEPT_PAUSE_S = 0.1
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -40,20 +45,7 @@ class UnixAddress(Address, frozen=True, tag="unix"):
         directory = _private_directory(self.path)
         async with _locked(directory):
             _remove_stale(self.path)
-            listening = _bind(self.path)
-            try:
-                identity = _identity(self.path)
-                server = await asyncio.get_running_loop().create_unix_server(
-                    lambda: FrameStream(
-                        lambda stream, transport: _checked(accept, stream, transport), limit, str(self)
-                    ),
-                    sock=listening,
-                    backlog=BACKLOG,
-                )
-            except BaseException:
-                listening.close()
-                raise
-        return _UnixListener(self.path, identity, server)
+            return _UnixListener(_bind(self.path), self, accept, limit)
 
     async def dial(self, receiver: Receiver, limit: int) -> Connection:
         _check_path(self.path)
@@ -74,20 +66,57 @@ class UnixAddress(Address, frozen=True, tag="unix"):
 
 
 class _UnixListener:
-    """Owns the bound path: unlinks it at the end if it is still the one that was bound."""
+    """Owns the bound socket and path. Accepts by itself: asyncio's server drops what arrives while it closes."""
 
-    def __init__(self, path: str, identity: tuple[int, int], server: asyncio.AbstractServer) -> None:
-        self._path, self._identity, self._server = path, identity, server
+    def __init__(self, listening: socket.socket, address: UnixAddress, accept: Accept, limit: int) -> None:
+        self._listening, self._address, self._accept, self._limit = listening, address, accept, limit
+        self._identity = _identity(address.path)
+        self._opening: set[asyncio.Task[None]] = set()
+        self._streams: weakref.WeakSet[FrameStream] = weakref.WeakSet()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(listening, self._on_readable)
 
     def stop_accepting(self) -> None:
-        self._server.close()
+        if self._listening.fileno() >= 0:
+            self._loop.remove_reader(self._listening)
+            self._listening.close()
 
     async def close(self) -> None:
-        self._server.close()
+        self.stop_accepting()
         with contextlib.suppress(FileNotFoundError):
-            if _identity(self._path) == self._identity:
-                os.unlink(self._path)
-        await self._server.wait_closed()
+            if _identity(self._address.path) == self._identity:
+                os.unlink(self._address.path)
+        if self._opening:
+            await asyncio.wait(self._opening)
+        await asyncio.gather(*(stream.closed() for stream in self._streams))
+
+    def _on_readable(self) -> None:
+        try:
+            accepted, _ = self._listening.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # out of descriptors, most likely: let some go, then look again
+            _log.error("cannot accept on %s: %s", self._address, error)
+            self._loop.remove_reader(self._listening)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
+            return
+        accepted.setblocking(False)
+        task = self._loop.create_task(self._open(accepted), name=f"accept {self._address}")
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    def _resume(self) -> None:
+        if self._listening.fileno() >= 0:
+            self._loop.add_reader(self._listening, self._on_readable)
+
+    async def _open(self, accepted: socket.socket) -> None:
+        def checked(stream: Connection, transport: asyncio.Transport) -> Receiver:
+            return _checked(self._accept, stream, transport)
+
+        _, stream = await self._loop.connect_accepted_socket(
+            lambda: FrameStream(checked, self._limit, str(self._address)), accepted
+        )
+        self._streams.add(stream)
 
 
 def _checked(accept: Accept, stream: Connection, transport: asyncio.Transport) -> Receiver:
