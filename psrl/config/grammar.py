@@ -12,7 +12,7 @@ from pathlib import Path as FilePath
 from typing import Any, TypeAlias
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -38,22 +38,21 @@ def parse_override(text: str) -> Parsed:
     return parsed
 
 
-def apply_override(tree: DictConfig, parsed: Parsed) -> None:
+def apply_override(tree: DictConfig, kind: OverrideType, key: str, value: Any) -> None:
     """Change `tree` (its struct flag set) by one override. Raises ConfigCompositionException."""
-    key, value = parsed.key_or_group, parsed.value()
     try:
-        if parsed.is_delete():
+        if kind is OverrideType.DEL:
             _delete(tree, key, value)
-        elif parsed.is_force_add():
+        elif kind is OverrideType.FORCE_ADD:
             OmegaConf.update(tree, key, value, merge=True, force_add=True)
-        elif parsed.is_add():
+        elif kind is OverrideType.ADD:
             if OmegaConf.select(tree, key) is not None and not isinstance(value, dict | list):
                 raise ConfigCompositionException(f"'{key}' is there already: drop the '+', or write '++{key}=...'")
             OmegaConf.update(tree, key, value, merge=True, force_add=True)
         else:
             OmegaConf.update(tree, key, value, merge=True)
     except (ConfigAttributeError, ConfigKeyError) as error:
-        raise ConfigCompositionException(f"'{key}' does not exist; to add it write '+{parsed.input_line}'") from error
+        raise ConfigCompositionException(f"'{key}' does not exist; to add it write '+{key}=...'") from error
     except OmegaConfBaseException as error:
         first_line = str(error).split("\n")[0]
         raise ConfigCompositionException(f"'{key}' cannot be set: {first_line}") from error
@@ -80,5 +79,5 @@ def compose_untyped(base: str | FilePath, overrides: list[str]) -> Any:
     tree = OmegaConf.create(document.tree)
     OmegaConf.set_struct(tree, True)
     for parsed in [parse_override(text) for text in overrides]:
-        apply_override(tree, parsed)
+        apply_override(tree, parsed.type, parsed.key_or_group, parsed.value())
     return OmegaConf.to_container(tree, resolve=True)

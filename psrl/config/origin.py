@@ -27,6 +27,10 @@ class Origins:
         self.forget(path)
         self._by_path[path] = origin
 
+    def add(self, path: Path, origin: Origin) -> None:
+        """Set the origin of a value inside one that was set just now."""
+        self._by_path[path] = origin
+
     def forget(self, path: Path) -> None:
         for inner in [key for key in self._by_path if key[: len(path)] == path]:
             del self._by_path[inner]
