@@ -6,9 +6,9 @@ A request's way (one `generate` call):
           ^                                                         |
           +--- replica lost, or interrupted by a sync: keep what was streamed, go again
 
-Requests wait here, never in an engine. Whoever changes what can be admitted (a replica came, left or synced; a request ended;
-the ledger moved) wakes one dispatcher task, which goes over the waiting requests, oldest group first. A request that the ledger
-refused at some version is not asked again at it until the ledger has changed.
+Requests wait here, never in an engine. Whoever changes what can be admitted (a replica came, left or synced; a
+request ended; the ledger moved) wakes one dispatcher task, which goes over the waiting requests, oldest group first.
+A request that the ledger refused at some version is not asked again at it until the ledger has changed.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class RolloutGateway(Actor):
             replica = await self._find_place(request)
             if replica is None:
                 return request.result(FinishReason.ABORT, now(), request.abort_reason or "")
-            request.num_dispatches += 1
+            request.count_dispatch(now())
             self._num_redispatched += request.num_dispatches > 1
             outcome = await self._stream(request, replica)
             if outcome is not None:

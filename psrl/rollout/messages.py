@@ -23,7 +23,7 @@ class Generated(msgspec.Struct, frozen=True, tag=True):
     log_probs: bytes  # float32 little-endian, [T]; of the distribution that was sampled from
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
-    started_s: float  # loop clock (monotonic of this machine)
+    started_s: float  # when a place was first reserved; loop clock (monotonic of this machine)
     ended_s: float
     num_dispatches: int  # 1 + times it went through selection again
     error: str = ""

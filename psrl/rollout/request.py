@@ -25,6 +25,12 @@ class GenerationRequest:
         self._log_probs = bytearray()
         self._spans: list[VersionSpan] = []
 
+    def count_dispatch(self, now_s: float) -> None:
+        """A place was reserved. Generation starts with the first one; before, the request only waited."""
+        if self.num_dispatches == 0:
+            self._started_s = now_s
+        self.num_dispatches += 1
+
     @property
     def sampling(self) -> SamplingParams:
         return self.message.sampling
