@@ -203,11 +203,8 @@ class Ledger:
 
     def publish(self, version: Version) -> Advanced:
         """Weights `version` are out: the buffer before it is trained and deleted, reservations too old are aborted."""
-        if version != self.version + 1:
-            raise IllegalMove(Reason.VERSION_OUT_OF_ORDER, f"version {version} after {self.version}")
-        trained = self._buffers.get(self.version)
-        if trained is None or not trained.consumed:
-            raise IllegalMove(Reason.NOT_CONSUMED, f"buffer {self.version}, before publishing version {version}")
+        self.check_publish(version)
+        trained = self._buffers[self.version]
         self.version = version
         del self._buffers[trained.id]
         for entry in trained.occupied:
@@ -216,6 +213,13 @@ class Ledger:
         for group in stale:
             del self._where[group]
         return Advanced(version, self._content(trained), (*stale, *self._abort_hopeless()))
+
+    def check_publish(self, version: Version) -> None:
+        """Raise what `publish` would; change nothing."""
+        if version != self.version + 1:
+            raise IllegalMove(Reason.VERSION_OUT_OF_ORDER, f"version {version} after {self.version}")
+        if self.version not in self._buffers or not self._buffers[self.version].consumed:
+            raise IllegalMove(Reason.NOT_CONSUMED, f"buffer {self.version}, before publishing version {version}")
 
     # -- how buffers move -----------------------------------------------------------------------------------------
 

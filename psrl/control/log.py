@@ -1,0 +1,124 @@
+"""The trajectory log: what became of every trajectory, appended to `trajectories.jsonl` and `attempts.jsonl`.
+
+Lines of a group are written in one call when it ends, and handed to the system at once: a killed process loses none
+that it counted. Opening the files again begins the next attempt; a last line that a kill tore is closed with a newline,
+so that every other line stays readable. A write error ends the run by name.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from psrl.control.messages import Counters
+from psrl.control.records import AttemptLine, Outcome, TrajectoryLine
+from psrl.errors import RunFailed
+from psrl.types import GroupId, Purpose
+
+TRAJECTORIES, ATTEMPTS = "trajectories.jsonl", "attempts.jsonl"
+
+
+class _File:
+    """An append-only file of JSON lines. Every error is a RunFailed that names the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._encoder = msgspec.json.Encoder()
+        try:
+            self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            self.size = os.path.getsize(path)
+            if self.size and _last_byte(path) != b"\n":
+                self.append_raw(b"\n")
+        except OSError as error:
+            raise RunFailed(f"cannot open {path}: {error}") from error
+
+    def append(self, lines: Sequence[msgspec.Struct]) -> None:
+        self.append_raw(b"".join(self._encoder.encode(line) + b"\n" for line in lines))
+
+    def append_raw(self, data: bytes) -> None:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[self._file.write(view) or 0 :]
+        except (OSError, ValueError) as error:  # ValueError: written after close
+            raise RunFailed(f"cannot write {self._path}: {error}") from error
+        self.size += len(data)
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            raise RunFailed(f"cannot close {self._path}: {error}") from error
+
+
+class TrajectoryLog:
+    """Opens the files of `directory` for one more attempt, whose number is `attempt` (from 0)."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / TRAJECTORIES
+        attempts = directory / ATTEMPTS
+        self._trajectories = _File(self._path)
+        self._attempts = _File(attempts)
+        self.attempt = sum(kind == "start" for kind in (_kind(line) for line in _lines(attempts)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of trajectories.jsonl."""
+        return self._trajectories.size
+
+    def write(self, lines: Sequence[TrajectoryLine]) -> None:
+        if lines:
+            self._trajectories.append(lines)
+
+    def write_attempt(self, line: AttemptLine) -> None:
+        self._attempts.append([line])
+
+    def close(self) -> None:
+        self._trajectories.close()
+        self._attempts.close()
+
+    def left_behind(self, since: int, version: int) -> Counters:
+        """What the lines from byte `since` on add to the counters of an attempt that starts at `version`.
+
+        They belong to a history that is not continued: what it trained from `version` on is rolled back, other ends
+        stay what they were. Groups in flight are not counted: the new attempt offers them itself.
+        """
+        ends: dict[tuple[int, GroupId], Outcome] = {}
+        decoder = msgspec.json.Decoder(TrajectoryLine)
+        for raw in _lines(self._path, since):
+            try:
+                line = decoder.decode(raw)
+            except (msgspec.DecodeError, msgspec.ValidationError):
+                continue  # torn by a kill; its group was not counted either
+            if line.purpose is not Purpose.TRAIN or line.outcome is Outcome.IN_FLIGHT:
+                continue
+            rolled_back = line.outcome is Outcome.TRAINED and (line.trained_at or 0) >= version
+            ends[line.attempt, line.group] = Outcome.ROLLED_BACK if rolled_back else line.outcome
+        counts = Counter(str(outcome) for outcome in ends.values())
+        return msgspec.convert({**counts, "offered": len(ends), "type": "Counters"}, Counters)
+
+
+def _lines(path: Path, since: int = 0) -> list[bytes]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(since)
+            return file.read().splitlines()
+    except OSError as error:
+        raise RunFailed(f"cannot read {path}: {error}") from error
+
+
+def _last_byte(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1)
+
+
+def _kind(line: bytes) -> str:
+    try:
+        return str(json.loads(line)["kind"])
+    except (ValueError, KeyError, TypeError):
+        return ""
