@@ -1,7 +1,8 @@
 """Golden values for scoring rules and the overlong penalty, worked out apart from the code under test.
 
 Scores: the final answer is found by scanning characters, not by regular expressions. Penalties: exact rational
-arithmetic, rounded to float64 once. Run `python tests/golden/make_reward_rules.py` to write reward_rules.json beside this file.
+arithmetic, rounded to float64 once. Run `python tests/golden/make_reward_rules.py` to write reward_rules.json beside
+this file.
 """
 
 import json

@@ -1,0 +1,61 @@
+"""A tokenizer directory without weights, and parquet files made by hand."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from psrl.config.schema import Data
+from psrl.data import ChatTokenizer
+from psrl.data.models.tiny import write_tokenizer
+
+Row = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_dir: Path) -> ChatTokenizer:
+    return ChatTokenizer.load(tokenizer_dir)
+
+
+@pytest.fixture
+def make_row() -> Callable[..., Row]:
+    def make(content: Any = "Tom has 5 pens.", **changes: Any) -> Row:
+        row: Row = {
+            "data_source": "psrl/arithmetic",
+            "prompt": [{"role": "user", "content": content}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "5"},
+            "extra_info": {"split": "train", "index": 0},
+        }
+        row |= changes
+        return {name: value for name, value in row.items() if value is not ...}
+
+    return make
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    def write_rows(rows: list[Row], name: str = "data.parquet", **kwargs: Any) -> str:
+        path = tmp_path / name
+        pq.write_table(pa.Table.from_pylist(rows), path, **kwargs)
+        return str(path)
+
+    return write_rows
+
+
+@pytest.fixture
+def settings() -> Callable[..., Data]:
+    def make(**kwargs: Any) -> Data:
+        return Data(train_files=[], val_files=[], **kwargs)
+
+    return make
