@@ -1,5 +1,7 @@
 """The typed face of the C++ core. Errors are those of psrl.errors. Blocking calls release the GIL."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
@@ -184,6 +186,7 @@ class WeightStore:
 Ref = tuple[int, int, int, int]
 Grant = tuple[int, int, int]
 Client = tuple[int, int]
+Value = npt.NDArray[Any] | np.generic | bytes
 
 class QueueArena:
     """The tables of a queue's segment; stands under manager, writers and readers, in any process."""
@@ -233,6 +236,8 @@ class Released:
 
     @property
     def known(self) -> bool: ...
+    @property
+    def client(self) -> Client: ...
     @property
     def num_extents(self) -> int: ...
     @property
@@ -284,15 +289,13 @@ class QueueWriter:
     def held(self) -> list[int]:
         """Extents in hand."""
 
-    def begin(
-        self, partition: str, key: str, tag: bytes, fields: dict[str, npt.NDArray[np.generic] | bytes]
-    ) -> PendingRecord | None:
+    def begin(self, partition: str, key: str, tag: bytes, fields: dict[str, Value]) -> PendingRecord | None:
         """Copy a row in. None: no room in hand; ask for record_bytes() and call again. Revoked: counts as dead."""
 
     def seal(self) -> None:
         """Give up the unused rest of all extents in hand."""
 
-def record_bytes(partition: str, key: str, tag: bytes, fields: dict[str, npt.NDArray[np.generic] | bytes]) -> int:
+def record_bytes(partition: str, key: str, tag: bytes, fields: dict[str, Value]) -> int:
     """Bytes that such a row takes in the arena, with header and alignment."""
 
 class QueueReader:

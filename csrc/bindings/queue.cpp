@@ -40,6 +40,10 @@ struct Row {
   uint64_t length = 0;
 };
 
+bool is_scalar(const py::handle& value) {
+  return py::isinstance(value, py::module_::import("numpy").attr("generic"));
+}
+
 void add_field(Row& row, const std::string& name, const py::handle& value) {
   Field field;
   field.name = name;
@@ -49,7 +53,7 @@ void add_field(Row& row, const std::string& name, const py::handle& value) {
     field.shape = {text.size()};
     row.arrays.push_back(py::reinterpret_borrow<py::object>(value));
     row.payload.push_back(std::as_bytes(std::span(text)));
-  } else if (py::isinstance<py::array>(value)) {
+  } else if (py::isinstance<py::array>(value) || is_scalar(value)) {
     auto array = py::array::ensure(value, py::array::c_style);
     if (!array) throw py::error_already_set();
     field.dtype = array.dtype().attr("str").cast<std::string>();
@@ -58,7 +62,7 @@ void add_field(Row& row, const std::string& name, const py::handle& value) {
                              static_cast<size_t>(array.nbytes()));
     row.arrays.push_back(std::move(array));
   } else {
-    throw py::type_error("field " + name + " is neither a numpy array nor bytes");
+    throw py::type_error("field " + name + " is not a numpy array or scalar, nor bytes");
   }
   row.description.fields.push_back(std::move(field));
 }
@@ -123,6 +127,11 @@ void bind_manager(py::module_& m) {
 
   py::class_<Released>(m, "Released")
       .def_readonly("known", &Released::known)
+      .def_property_readonly("client",
+                             [](const Released& released) {
+                               return ClientTuple{released.client.number,
+                                                  released.client.incarnation};
+                             })
       .def_readonly("num_extents", &Released::num_extents)
       .def_readonly("num_leases", &Released::num_leases)
       .def_readonly("records", &Released::records);

@@ -196,6 +196,7 @@ Released ArenaManager::release_client(const std::string& name) {
   released.known = true;
   ClientEntry& entry = arena_->client(*number);
   const uint32_t incarnation = entry.incarnation.load();
+  released.client = {*number, incarnation};
 
   for (uint32_t i = 0; i < arena_->num_extents(); ++i) {
     ExtentEntry& extent = arena_->extent(i);

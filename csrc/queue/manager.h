@@ -29,6 +29,7 @@ struct RecordInfo {
 
 struct Released {
   bool known = false;
+  ClientId client;
   uint32_t num_extents = 0;  // were still open and are sealed now
   uint64_t num_leases = 0;
   std::vector<RecordInfo> records;  // committed ones of this client, which stay
