@@ -297,7 +297,7 @@ def _rollout(config: Config) -> Iterator[Contradiction]:
             f"psrl.deployment.master_port={master} is among the replicas' ports {first} to {first + replicas - 1}",
         )
     queue = config.transfer_queue
-    if queue.arena_bytes is not None and queue.arena_bytes < queue.extent_bytes:
+    if queue.arena_bytes is not None and queue.extent_bytes is not None and queue.arena_bytes < queue.extent_bytes:
         yield Contradiction(
             ("transfer_queue.arena_bytes", "transfer_queue.extent_bytes"),
             f"transfer_queue.arena_bytes={queue.arena_bytes} is less than "

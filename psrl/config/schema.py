@@ -203,7 +203,7 @@ class Trainer(_Section, frozen=True, kw_only=True):
 
 class TransferQueue(_Section, frozen=True, kw_only=True):
     arena_bytes: Count | None = None  # null: what (staleness + 1) buffers and the validation set need
-    extent_bytes: Count = 1 << 20
+    extent_bytes: Count | None = None  # null: the largest row
 
 
 class Deployment(_Section, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ def test_the_quickstart_has_no_contradiction() -> None:
         (["data.train_files=[]"], ["data.train_files is empty"]),
         (["psrl.deployment={rollout_port: 65535}"], ["65535", "n_rollout_instances=2"]),
         (["psrl.deployment={rollout_port: 5000, master_port: 5001}"], ["5001", "5000 to 5001"]),
-        (["transfer_queue.arena_bytes=1000"], ["arena_bytes=1000", "extent_bytes=1048576"]),
+        (["transfer_queue={arena_bytes: 1000, extent_bytes: 4096}"], ["arena_bytes=1000", "extent_bytes=4096"]),
         (["psrl.staleness=-1"], ["≥ 0", "got -1"]),
         ([f"{T}.actor.optim.betas=[0.9,1.0]"], ["below 1"]),
         ([f"{T}.actor.optim.lr=inf"], ["not finite"]),
