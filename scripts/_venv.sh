@@ -29,9 +29,12 @@ for line in tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires
     print(line)'
 }
 
-_pip() {
+_pip() { # what it says is of interest only when it fails
   echo "+ pip $*"
-  python -m pip --disable-pip-version-check --quiet "$@"
+  python -m pip --disable-pip-version-check "$@" > "$PSRL_VENV/pip.log" 2>&1 || {
+    cat "$PSRL_VENV/pip.log"
+    return 1
+  }
 }
 
 ensure_venv() {
