@@ -5,6 +5,7 @@ Collectives of tensors on the device go through FSDP2; what is here are small ho
 process ends breaks the connections of the others, so nobody waits for a dead rank.
 """
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -12,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from psrl.errors import RunFailed
 
 
 class Ranks:
@@ -26,6 +25,19 @@ class Ranks:
     @staticmethod
     def alone(device: torch.device | None = None) -> "Ranks":
         return Ranks(0, 1, device or torch.device("cpu"), None)
+
+    @staticmethod
+    def from_environment(device_type: str, timeout_s: float) -> "Ranks":
+        """Join as torch.distributed's environment says: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
+        environment = os.environ
+        return Ranks.join(
+            int(environment["RANK"]),
+            int(environment["WORLD_SIZE"]),
+            device_type=device_type,
+            master_addr=environment["MASTER_ADDR"],
+            master_port=int(environment["MASTER_PORT"]),
+            timeout_s=timeout_s,
+        )
 
     @staticmethod
     def join(
@@ -99,11 +111,9 @@ class Ranks:
         """Element-wise float64 sums over ranks."""
         return self.sum_tensor(torch.tensor(list(values), dtype=torch.float64)).tolist()
 
-    def agree(self, problem: str, doing: str) -> None:
-        """Every rank says "" or what went wrong while `doing`; raises RunFailed on all of them if any did."""
-        problems = self.problems(problem)
-        if problems:
-            raise RunFailed(f"{doing} failed: {'; '.join(problems)}")
+    def gather_floats(self, value: float) -> list[float]:
+        """Every rank's float64 on every rank."""
+        return self.sum([value if rank == self.rank else 0.0 for rank in range(self.world_size)])
 
     def problems(self, problem: str) -> list[str]:
         """What went wrong on each rank that says so, on every rank."""
