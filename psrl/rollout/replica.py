@@ -225,6 +225,7 @@ class _ReplicaService(ReplicaServicer):  # type: ignore[misc]  # generated witho
                                 engine, Epoch(request.epoch), Version(request.version), running, request.timeout_s
                             )
                         )
+                        self._update.add_done_callback(_retrieve)
                     result = await asyncio.shield(self._update)
         except TimeoutError as error:
             text = f"version {request.version} could not be had within {request.timeout_s} s"
@@ -245,7 +246,7 @@ class _ReplicaService(ReplicaServicer):  # type: ignore[misc]  # generated witho
             if epoch < engine.load.epoch:
                 raise StaleMessage(f"epoch {epoch} is over; the replica serves {engine.load.epoch}")
             try:
-                pulled, lease = await asyncio.to_thread(self._enter, version, max(deadline - now(), 0.0))
+                pulled, lease = await asyncio.to_thread(self._enter, epoch, version, max(deadline - now(), 0.0))
                 _check_newer(pulled, engine.load, epoch, version, lease)
                 return await asyncio.wrap_future(engine.update(pulled, lease, running))
             except Revoked:
@@ -253,9 +254,9 @@ class _ReplicaService(ReplicaServicer):  # type: ignore[misc]  # generated witho
                     raise
                 logger.warning("the lease on version %d was revoked; pulling again", version)
 
-    def _enter(self, version: Version, timeout_s: float) -> tuple[PulledWeights, ExitStack]:
+    def _enter(self, epoch: Epoch, version: Version, timeout_s: float) -> tuple[PulledWeights, ExitStack]:
         with ExitStack() as stack:
-            pulled = stack.enter_context(self._source.pull(version, timeout_s))
+            pulled = stack.enter_context(self._source.pull(version, timeout_s, min_epoch=epoch))
             return pulled, stack.pop_all()
         raise AssertionError("unreachable")
 
@@ -272,6 +273,12 @@ class _ReplicaService(ReplicaServicer):  # type: ignore[misc]  # generated witho
     def _state(self, load: EngineLoad) -> pb.StateReply:
         paused = self._engine is not None and self._engine.paused
         return pb.StateReply(version=load.version, epoch=load.epoch, paused=paused, failure=load.failure)
+
+
+def _retrieve(task: "asyncio.Task[UpdateResult]") -> None:
+    """Whoever asked may have stopped waiting; its error is in the engine's state then, not in a warning."""
+    if not task.cancelled() and task.exception() is not None:
+        logger.warning("an update failed: %s", task.exception())
 
 
 def _serves(load: EngineLoad, epoch: Epoch, version: Version) -> bool:

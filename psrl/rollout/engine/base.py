@@ -83,9 +83,14 @@ class PulledWeights(Protocol):
 class WeightSource(Protocol):
     """Where a replica gets weights from."""
 
-    def pull(self, min_version: Version, timeout_s: float) -> AbstractContextManager[PulledWeights]:
-        """The newest committed version, at least `min_version`. Blocks up to timeout_s, then raises. An exception on
-        leaving the context (a revoked lease) says that what was read meanwhile must not be used."""
+    def pull(
+        self, min_version: Version, timeout_s: float, *, min_epoch: Epoch
+    ) -> AbstractContextManager[PulledWeights]:
+        """The newest committed version, at least `min_version` of at least `min_epoch`.
+
+        Blocks up to timeout_s, then raises. An exception on leaving the context (a revoked lease) says that what was
+        read meanwhile must not be used. One pull at a time.
+        """
         ...
 
 

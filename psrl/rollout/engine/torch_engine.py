@@ -305,12 +305,18 @@ class TorchEngine:
         if running is Running.ABORT:
             self.abort_all(f"version: the replica now serves {self._version}", running_only=True)
         elif running is Running.RECOMPUTE:
-            self._rows.computed[: len(self._rows)] = 0
-            for sequence in self._rows.sequences:
-                sequence.mixed_cache = False
+            self._restart(self._rows.sequences)
         else:
+            unfinished = self._rows.length - self._rows.computed > 1
+            self._restart([sequence for sequence in self._rows.sequences if unfinished[sequence.row]])
             for sequence in self._rows.sequences:
                 sequence.mixed_cache |= bool(self._rows.computed[sequence.row])
+
+    def _restart(self, sequences: Seq[Sequence]) -> None:
+        """Forget their keys and values; the next prefills compute them again."""
+        for sequence in sequences:
+            self._rows.computed[sequence.row] = 0
+            sequence.mixed_cache = False
 
     def distrust_weights(self, reason: str) -> None:
         self._failure = reason
