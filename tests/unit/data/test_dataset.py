@@ -93,7 +93,13 @@ def test_overlong_prompts(tokenizer: ChatTokenizer, make_row: Make, write: Write
     assert "1 filtered (longer than data.max_prompt_length=10 tokens)" in kept.describe()
     with pytest.raises(DataError) as caught:
         PromptDataset.load(path, settings(max_prompt_length=10), tokenizer)
-    for part in (f"{path} row 2", "11 tokens", "data.max_prompt_length is 10", "filter_overlong_prompts=true", "1 of 3"):
+    for part in (
+        f"{path} row 2",
+        "11 tokens",
+        "data.max_prompt_length is 10",
+        "filter_overlong_prompts=true",
+        "1 of 3",
+    ):
         assert part in str(caught.value)
     cuts = {"left": "234567890\n", "right": "1234567890", "middle": "1234567890\n"[:5] + "1234567890\n"[-5:]}
     for how, text in cuts.items():
@@ -139,13 +145,19 @@ def test_samples(tokenizer: ChatTokenizer, make_row: Make, write: Write, setting
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"prompt": ...}, ["has no column prompt", "data.prompt_key", "ability, data_source, extra_info, reward_model"]),
+        (
+            {"prompt": ...},
+            ["has no column prompt", "data.prompt_key", "ability, data_source, extra_info, reward_model"],
+        ),
         ({"reward_model": ...}, ["has no column reward_model"]),
         ({"prompt": "What is 1+1?"}, ["row 1", "column prompt", "must be a list of {role, content}, is str"]),
         ({"prompt": []}, ["row 1", "column prompt", "must be a list"]),
         ({"prompt": None}, ["row 1", "column prompt", "is null"]),
         ({"prompt": [{"content": "hi"}]}, ["row 1", "column prompt", "must be a list of {role, content}"]),
-        ({"prompt": [{"role": "user", "content": 5}]}, ["row 1", "column prompt", "content must be a string, is int 5"]),
+        (
+            {"prompt": [{"role": "user", "content": 5}]},
+            ["row 1", "column prompt", "content must be a string, is int 5"],
+        ),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, ["row 1", "content in parts"]),
         ({"reward_model": {"style": "rule"}}, ["row 1", "column reward_model.ground_truth", "is missing"]),
         ({"reward_model": {"style": "rule", "ground_truth": None}}, ["row 1", "reward_model.ground_truth"]),
