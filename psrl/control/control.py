@@ -96,6 +96,7 @@ class Control:
             return None
         if self._workers.replaces(worker, life):
             self.worker_lost(worker)
+        self._workers.greet(worker, life)
         if self.finished or self.failure or self.published is None:
             return None
         group = self._next_training(worker, life, now) if self._inventory.has_unfinished_offers else None

@@ -17,11 +17,12 @@ class Workers:
         return (worker, life) in self._lost
 
     def replaces(self, worker: str, life: int) -> bool:
-        """Whether this is another life than the one known, which therefore is gone. Makes it the known one."""
-        replaced = self._life.get(worker, life) != life
-        if not replaced:
-            self._life[worker] = life
-        return replaced
+        """Whether this is another life than the one known, which therefore is gone."""
+        return self._life.get(worker, life) != life
+
+    def greet(self, worker: str, life: int) -> None:
+        """This is the life that bears the name now."""
+        self._life[worker] = life
 
     def lose(self, worker: str) -> None:
         """The process that bore this name has ended."""
