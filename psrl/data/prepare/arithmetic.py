@@ -8,7 +8,7 @@ from psrl.data.prepare.problems import SPLITS, Problem, problems
 from psrl.data.prepare.rows import Row, write_parquet
 
 DATA_SOURCE = "psrl/arithmetic"
-_FILES = {"train": "train.parquet", "validation": "validation.parquet", "test": "test.parquet"}
+_FILES = {"train": "train.parquet", "validation": "val.parquet", "test": "test.parquet"}
 
 
 class Tokenizer(Protocol):
@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
 def arithmetic(
     out: Path, seed: int = 0, num_train: int = 4096, num_validation: int = 256, num_test: int = 400
 ) -> dict[str, int]:
-    """Write train.parquet, validation.parquet and test.parquet to `out`; returns rows by file name.
+    """Write train.parquet, val.parquet and test.parquet to `out`; returns rows by file name.
 
     No two rows of a file are the same question, and no two files share arithmetic (see `problems`).
     """

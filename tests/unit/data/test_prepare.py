@@ -94,7 +94,7 @@ def test_the_worked_answer_of_the_recipe() -> None:
 
 
 def test_arithmetic_files(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
-    counts = {"train.parquet": 300, "validation.parquet": 64, "test.parquet": 100}
+    counts = {"train.parquet": 300, "val.parquet": 64, "test.parquet": 100}
     assert arithmetic(tmp_path / "a", num_train=300, num_validation=64, num_test=100) == counts
     arithmetic(tmp_path / "b", num_train=300, num_validation=64, num_test=100)
     arithmetic(tmp_path / "c", seed=1, num_train=300, num_validation=64, num_test=100)
@@ -110,8 +110,8 @@ def test_arithmetic_files(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
         )
         assert dataset.data_sources == {"psrl/arithmetic"}
     assert not seen["train.parquet"] & seen["test.parquet"]
-    assert not seen["train.parquet"] & seen["validation.parquet"]
-    assert not seen["validation.parquet"] & seen["test.parquet"]
+    assert not seen["train.parquet"] & seen["val.parquet"]
+    assert not seen["val.parquet"] & seen["test.parquet"]
 
 
 def test_warm_up_pairs(tokenizer: ChatTokenizer) -> None:
