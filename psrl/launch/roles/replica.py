@@ -14,7 +14,7 @@ from psrl.rollout.engine.base import EngineLoad
 from psrl.rollout.messages import RegisterReplica
 from psrl.rollout.replica import ReplicaSettings, serve_replica
 from psrl.transfer.segments import SegmentSource
-from psrl.types import Version
+from psrl.types import Epoch, Version
 from psrl.weights.manifest import Manifest
 from psrl.weights.store import WeightStore
 from psrl.weights.subscribe import Pulled, WeightSubscriber
@@ -28,8 +28,8 @@ class StoreSource:
         self._subscriber = WeightSubscriber(store, Manifest.decode(spec.manifest), client=name)
         self._epoch = spec.epoch
 
-    def pull(self, min_version: Version, timeout_s: float) -> AbstractContextManager[Pulled]:
-        return self._subscriber.pull(min_version, timeout_s, min_epoch=self._epoch)
+    def pull(self, min_version: Version, timeout_s: float, *, min_epoch: Epoch) -> AbstractContextManager[Pulled]:
+        return self._subscriber.pull(min_version, timeout_s, min_epoch=Epoch(max(min_epoch, self._epoch)))
 
 
 async def run(spec: RunSpec, name: str) -> None:
