@@ -58,7 +58,8 @@ def fit(config: Config, links: TrainerLinks, ranks: Ranks) -> None:
             advantages = trainer.advantages(rows, plans)
             updated, update_metrics = trainer.update(step, rows, plans, old_log_probs, advantages)
             ended_s = trainer.now()
-            metrics |= update_metrics | trainer.batch_metrics(batch, rows, advantages)
+            # The entropy before the update, where it was computed, stands over the one during it.
+            metrics = update_metrics | metrics | trainer.batch_metrics(batch, rows, advantages)
             work = trainer.workload(rows, plans)
             del rows  # views of shared memory: publishing clears them, and validation needs the room
             trainer.publish(step, skipped=not updated)

@@ -92,9 +92,9 @@ class Learner:
         totals = self.backward(rows, plan, old_log_probs, advantages)
         result = self.optimizer.step(lr)
         num_tokens = totals.pop("num_tokens")
-        metrics = {"actor/pg_loss": totals.pop("pg_loss"), "actor/entropy_at_update": totals.pop("entropy")}
+        metrics = {"actor/pg_loss": totals.pop("pg_loss"), "actor/entropy": totals.pop("entropy")}
         if self._actor.entropy_coeff != 0:
-            metrics["actor/entropy_loss"] = metrics["actor/entropy_at_update"]
+            metrics["actor/entropy_loss"] = metrics["actor/entropy"]
         if num_tokens:
             metrics |= {f"actor/{name}": total / num_tokens for name, total in totals.items()}
         return result, metrics

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -45,7 +45,6 @@ from psrl.train.validation import validation_metrics
 from psrl.types import Purpose, Version
 
 T = TypeVar("T")
-Answer = TypeVar("Answer")
 
 _WAIT_S = 5.0  # how long PSManager holds a question before it answers NotReady
 _CALL_S = 60.0  # deadline of a call that has nothing to wait for
@@ -104,15 +103,15 @@ class Trainer:
     def _ask(self, question: Coroutine[Any, Any, T], timeout_s: float = _CALL_S) -> T:
         return self.links.calls.call(question, timeout_s)
 
-    def _wait(self, ask: Callable[[Head], Coroutine[Any, Any, Answer | NotReady]], answers: Any, what: str) -> Answer:
-        """Rank 0 asks until there is an answer; every rank gets it. Raises RunFailed when nothing moves any more."""
+    def _wait(self, ask: Callable[[Head], Coroutine[Any, Any, Any]], answers: Any, what: str) -> Any:
+        """Rank 0 asks until there is one of `answers`; every rank gets it. Raises RunFailed when nothing moves any more."""
         started = time.perf_counter()
         while True:
             reply: Any = self._ask(ask(self.links.head), _CALL_S) if self.links.head else None
             encoded = self.ranks.broadcast(msgspec.msgpack.encode(reply) if self.links.head else None)
             answer = msgspec.msgpack.decode(encoded, type=answers | NotReady)
             if not isinstance(answer, NotReady):
-                return cast("Answer", answer)
+                return answer
             waited = time.perf_counter() - started
             log.info("waited %.0f s for %s: %s", waited, what, answer.waiting_for)
             if self.links.head and waited > self.config.psrl.progress_timeout_s:
@@ -130,7 +129,8 @@ class Trainer:
             return head.control.consume(Consume(self.links.epoch, buffer, wait_s=_WAIT_S))
 
         with self.timed("wait_for_gen"):
-            return self._wait(ask, Batch | EndOfData, f"buffer {buffer}")
+            batch: Batch | EndOfData = self._wait(ask, Batch | EndOfData, f"buffer {buffer}")
+        return batch
 
     def fetch(self, batch: Batch) -> list[Row]:
         """All rows of the batch, as views."""

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-WORKER = Path(__file__).with_name("rank_work.py")
+WORKER = Path(__file__).with_name("train_rank_work.py")
 
 
 def free_port() -> int:
@@ -21,7 +21,7 @@ def free_port() -> int:
 
 
 def run_ranks(what: str, world_size: int, directory: Path, timeout_s: float = 100) -> list[int]:
-    """Run a function of rank_work.py on each rank; exit codes by rank."""
+    """Run a function of train_rank_work.py on each rank; exit codes by rank."""
     port = str(free_port())
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
     ranks = [

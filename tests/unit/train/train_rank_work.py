@@ -1,4 +1,4 @@
-"""Run by the tests in real trainer processes: `python rank_work.py WHAT RANK WORLD PORT DIRECTORY`.
+"""Run by the tests in real trainer processes: `python train_rank_work.py WHAT RANK WORLD PORT DIRECTORY`.
 
 Each function stands for one rank; what it finds it writes to DIRECTORY as safetensors for the test to compare.
 """
