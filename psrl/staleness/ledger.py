@@ -104,13 +104,11 @@ class Ledger:
         self._published(version)
         if group in self._where:
             return self._join(*self._where[group], index, version)
+        if self._end is not None and self.version >= self._end:
+            return Denied(Reason.END_OF_RUN, f"the last buffer was {self._end - 1}", final=True)
         if version <= self.max_aborted_version:
             return Denied(Reason.VERSION_ABORTED, f"version {version}; aborted up to {self.max_aborted_version}")
         window = self._window(version)
-        if not window:
-            if self._end is not None and self.version >= self._end:
-                return Denied(Reason.END_OF_RUN, f"the last buffer is {self._end - 1}", final=True)
-            return Denied(Reason.FULL, f"version {version} may serve no buffer from {self.version} on")
         self._create(window.stop)
         for b in reversed(window):
             buffer = self._buffers[b]
