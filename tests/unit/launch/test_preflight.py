@@ -1,0 +1,81 @@
+"""Checks of the machine: each refusal names the key or limit to change, and leaves nothing behind."""
+
+import os
+import resource
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from psrl.config import Config, load
+from psrl.launch.ports import free_ports, port_problem
+from psrl.launch.preflight import (
+    cpu_problems,
+    descriptor_problems,
+    disk_problems,
+    machine_problems,
+    memory_problems,
+    port_problems,
+    run_dir_problems,
+)
+
+
+def config(*overrides: str) -> Config:
+    return load("quickstart", overrides).config
+
+
+def test_a_good_machine_has_no_problems(tmp_path: Path) -> None:
+    ok = config(f"trainer.default_local_dir={tmp_path}/a/b/c")
+    assert machine_problems(ok, shared_bytes=1 << 20) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_free_ports_are_different_and_free() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert all(port_problem(port) is None for port in ports)
+
+
+@pytest.mark.parametrize("keys", [["rollout_port"], ["master_port"], ["rollout_port", "master_port"]])
+def test_a_port_in_use_is_named_with_its_key_and_holder(keys: Sequence[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        held = dict(zip(keys, (first.getsockname()[1], second.getsockname()[1]), strict=False))
+        overrides = [f"psrl.deployment.{key}={port}" for key, port in held.items()]
+        problems = port_problems(config("psrl.deployment.n_rollout_instances=1", *overrides))
+    assert len(problems) == len(keys)
+    for key, port in held.items():
+        assert any(f"psrl.deployment.{key}: port {port} is in use by" in text for text in problems)
+        assert all(f"(pid {os.getpid()})" in text for text in problems)
+
+
+def test_the_run_directory_must_be_a_folder_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (problem,) = run_dir_problems(config(f"trainer.default_local_dir={tmp_path}/file/run"))
+    assert "is a file, not a folder" in problem
+    (problem,) = run_dir_problems(config("trainer.default_local_dir=/proc/run"))
+    assert "trainer.default_local_dir=/proc/run: /proc cannot be written" in problem
+
+
+def test_room_on_disk_and_in_memory() -> None:
+    (problem,) = disk_problems(config(), 1 << 60)
+    assert "trainer.default_local_dir" in problem
+    assert "needs 1,099,511,627,776 MiB" in problem
+    pytest.importorskip("psrl._core", reason="the extension is not built")
+    (problem,) = memory_problems(1 << 60, "transfer_queue.arena_bytes")
+    assert problem.endswith("lower transfer_queue.arena_bytes")
+
+
+def test_more_threads_than_cpus_are_refused() -> None:
+    (problem,) = cpu_problems(config("psrl.deployment.threads_per_process=4096"))
+    assert "threads_per_process=4096" in problem
+
+
+def test_too_few_open_files_are_refused_with_the_remedy() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        (problem,) = descriptor_problems(config())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "ulimit -n" in problem
