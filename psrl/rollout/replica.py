@@ -243,8 +243,6 @@ class _ReplicaService(ReplicaServicer):  # type: ignore[misc]  # generated witho
         """Wait for the weights, then have the engine copy them. A lease revoked amid the copy: again, on the newest."""
         deadline = now() + timeout_s
         while True:
-            if epoch < engine.load.epoch:
-                raise StaleMessage(f"epoch {epoch} is over; the replica serves {engine.load.epoch}")
             try:
                 pulled, lease = await asyncio.to_thread(self._enter, epoch, version, max(deadline - now(), 0.0))
                 _check_newer(pulled, engine.load, epoch, version, lease)
@@ -282,6 +280,9 @@ def _retrieve(task: "asyncio.Task[UpdateResult]") -> None:
 
 
 def _serves(load: EngineLoad, epoch: Epoch, version: Version) -> bool:
+    """Whether an update to this version has happened. StaleMessage if its epoch is over."""
+    if epoch < load.epoch:
+        raise StaleMessage(f"epoch {epoch} is over; the replica serves {load.epoch}")
     return not load.failure and (load.epoch, load.version) >= (epoch, version)
 
 

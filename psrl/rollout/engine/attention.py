@@ -51,7 +51,7 @@ class CachedBatch:
     ) -> None:
         self._cache, self._position_BT, self._length = cache, position_BT, length
         self._rows, self._leading, self._valid = rows, leading, valid
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._masks: dict[int | None, torch.Tensor] = {}
         if valid is None:
             self._write_index = (rows, position_BT[:, 0])
         else:
@@ -72,18 +72,17 @@ class CachedBatch:
             return keys[: key.shape[0], :, : self._length], values[: key.shape[0], :, : self._length]
         return keys[self._rows, :, : self._length], values[self._rows, :, : self._length]
 
-    def mask(self, groups: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Additive [B, 1, groups * T, L]: a token sees the positions up to its own (within `window`). The same for
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Additive [B, 1, T, L]: a token sees the positions up to its own (within `window`). The same for
         all layers."""
-        groups = groups if self._position_BT.shape[1] > 1 else 1  # one query: broadcast over the group
-        known = self._masks.get((groups, window))
+        known = self._masks.get(window)
         if known is None:
             at = torch.arange(self._length, device=self._position_BT.device)
             hidden = at > self._position_BT[..., None]
             if window is not None:
                 hidden |= at <= self._position_BT[..., None] - window
             known = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-            self._masks[groups, window] = known = known[:, None].repeat(1, 1, groups, 1)
+            self._masks[window] = known = known[:, None]
         return known
 
 
@@ -111,8 +110,10 @@ def cached_attention(
     num_rows, num_heads, num_new, head_size = query.shape
     num_key_heads = key.shape[1]
     groups = num_heads // num_key_heads
-    # Grouped heads share their keys: fold the group into the query's length instead of repeating keys and values.
-    folded = query.reshape(num_rows, num_key_heads, groups * num_new, head_size)
-    mask = cached_batch.mask(groups, sliding_window, query.dtype)
-    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+    mask = cached_batch.mask(sliding_window, query.dtype)
+    if num_new == 1:  # heads of a group share their keys: fold the group into the query's length
+        query = query.reshape(num_rows, num_key_heads, groups, head_size)
+    elif groups > 1:
+        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
     return out.reshape(num_rows, num_heads, num_new, -1).transpose(1, 2), None

@@ -120,7 +120,7 @@ def build_model() -> Callable[..., Any]:
 
 @pytest.fixture
 def reference_log_probs(build_model: Callable[..., Any]) -> Callable[..., list[float]]:
-    """log_probs(model, tokens, num_prompt, temperature): transformers' own forward pass over the whole sequence, float64."""
+    """log_probs(model, tokens, num_prompt, temperature): transformers' own forward pass over it all."""
 
     def compute(model: Any, tokens: list[int], num_prompt: int, temperature: float = 1.0) -> list[float]:
         before = model.config._attn_implementation

@@ -156,7 +156,12 @@ def test_an_engine_that_fails_every_step_says_so_once(build_model: Any, request_
     told = threading.Event()
     sink = Collector(new_answers())
     engine = Faulty(build_model("llama"), settings, failing=set(range(100)))
-    thread = EngineThread(engine, sink, lambda text: (said.append(text), told.set()) and None)
+
+    def failed(text: str) -> None:
+        said.append(text)
+        told.set()
+
+    thread = EngineThread(engine, sink, failed)
     thread.start()
     for i in range(2 * MAX_FAILED_STEPS + 1):
         thread.submit(request_of(str(i), [1, 2], max_new_tokens=5))

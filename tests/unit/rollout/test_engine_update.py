@@ -174,7 +174,10 @@ def test_half_loaded_weights_serve_nothing_until_a_whole_load(
     assert "half loaded" in engine.load().failure
     engine.update(pulled(1, good), Running.RECOMPUTE)
     whole = run(engine, request_of("a", [1, 2, 3], max_new_tokens=10))["a"]
-    assert whole.tokens == run(engine_of(build_model("llama", seed=5)), request_of("a", [1, 2, 3], max_new_tokens=10))["a"].tokens
+    assert (
+        whole.tokens
+        == run(engine_of(build_model("llama", seed=5)), request_of("a", [1, 2, 3], max_new_tokens=10))["a"].tokens
+    )
 
 
 def test_pinned_requests_end_when_their_version_goes(
@@ -205,9 +208,7 @@ def test_a_new_epoch_ends_what_the_old_one_asked_for(
     engine.submit(request_of("old", [1, 2, 3], max_new_tokens=10))
     engine.step()
     engine.update(pulled(3, marked_weights(3), epoch=1), Running.KEEP)
-    answers = run(
-        engine, request_of("older", [1], max_new_tokens=2), request_of("new", [1], max_new_tokens=2, epoch=1)
-    )
+    answers = run(engine, request_of("older", [1], max_new_tokens=2), request_of("new", [1], max_new_tokens=2, epoch=1))
     assert answers["old"].reasons == [FinishReason.ABORT]
     assert set(answers["old"].versions) == {5}
     assert answers["older"].reasons == [FinishReason.ERROR]

@@ -60,7 +60,9 @@ def test_noise_is_uniform_along_positions_and_along_seeds() -> None:
         assert abs(np.corrcoef(noise[:-1], noise[1:])[0, 1]) < 0.015
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1, -1, 1), (0.7, -1, 1), (1.3, 5, 1), (1, -1, 0.8), (0.9, 6, 0.7)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1, -1, 1), (0.7, -1, 1), (1.3, 5, 1), (1, -1, 0.8), (0.9, 6, 0.7)]
+)
 def test_frequencies_and_log_probs_are_those_of_the_truncated_distribution(
     temperature: float, top_k: int, top_p: float
 ) -> None:
