@@ -26,6 +26,14 @@ PendingRecord::PendingRecord(PendingRecord&& other) noexcept
       ref_(other.ref_),
       header_(std::exchange(other.header_, nullptr)) {}
 
+PendingRecord& PendingRecord::operator=(PendingRecord&& other) noexcept {
+  std::swap(arena_, other.arena_);
+  std::swap(client_, other.client_);
+  std::swap(ref_, other.ref_);
+  std::swap(header_, other.header_);
+  return *this;
+}
+
 RecordRef PendingRecord::commit() {
   if (header_ == nullptr) throw StorageError("this record is committed already");
   arena_->check_client(client_);

@@ -20,7 +20,7 @@ class QueueWriter;
 class PendingRecord {
  public:
   PendingRecord(PendingRecord&& other) noexcept;
-  PendingRecord& operator=(PendingRecord&&) = delete;
+  PendingRecord& operator=(PendingRecord&& other) noexcept;
   ~PendingRecord();
 
   // Makes it visible. Raises Revoked if the extent was taken away (the client counts as dead).
