@@ -88,11 +88,11 @@ class ChatTokenizer:
         refuses it."""
         return self._template.render(
             **{
+                "tools": None,
+                "documents": None,
                 **self._special_tokens,
                 **self._template_kwargs,
                 "messages": [dict(message) for message in messages],
-                "tools": None,
-                "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }
         )

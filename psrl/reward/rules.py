@@ -26,10 +26,15 @@ RULES: dict[str, Rule] = {"openai/gsm8k": _gsm8k, "psrl/arithmetic": _arithmetic
 
 
 def score(data_source: str, solution: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
-    """Judge by the rule of the data source. Raises ConfigError if it has none, TypeError if the truth is not text."""
+    """Judge by the rule of the data source; a whole number is as good a truth as its text.
+
+    Raises ConfigError if the source has no rule, TypeError for any other kind of truth.
+    """
     rule = RULES.get(data_source)
     if rule is None:
         raise ConfigError(unknown((data_source,)))
+    if isinstance(ground_truth, int) and not isinstance(ground_truth, bool):
+        ground_truth = str(ground_truth)
     if not isinstance(ground_truth, str):
         raise TypeError(f"ground_truth of {data_source} must be text, is {type(ground_truth).__name__}")
     return rule(solution, ground_truth, extra_info)

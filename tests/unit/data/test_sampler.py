@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psrl.config.schema import Data
@@ -24,6 +24,7 @@ def draw(sampler: Sampler, count: int) -> list[int | None]:
     return [sampler.next() for _ in range(count)]
 
 
+@settings(deadline=None)
 @given(orders, st.integers(1, 3))
 def test_an_epoch_draws_each_row_at_most_once_in_whole_batches(order: Order, num_epochs: int) -> None:
     sampler = Sampler(order, num_epochs)
@@ -37,6 +38,7 @@ def test_an_epoch_draws_each_row_at_most_once_in_whole_batches(order: Order, num
     assert draw(sampler, 2) == [None, None]
 
 
+@settings(deadline=None)
 @given(orders, st.integers(0, 100), st.integers(1, 50))
 def test_a_resumed_sampler_goes_on_as_the_uninterrupted_one(order: Order, before: int, after: int) -> None:
     whole = Sampler(order)

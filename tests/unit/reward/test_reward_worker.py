@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,11 +14,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 
-from psrl.actor import Runtime
+from psrl.actor import Runtime, within
 from psrl.clock import now
 from psrl.config.schema import Data, Reward, RewardFn
-from psrl.errors import ActorError, ConfigError
+from psrl.errors import ActorError, CallTimeout, ConfigError
 from psrl.reward import RewardPlan, RewardWorker, verify
 from psrl.reward.messages import GetRewardStats, RewardStats, Score, Scored, ScoreFailed
 from psrl.types import FinishReason, GroupId, TrajectoryId
@@ -34,8 +37,13 @@ async def slow_async(data_source, solution_str, ground_truth, extra_info, bonus)
     return 1 + bonus
 
 def nap(data_source, solution_str, ground_truth, extra_info):
+    begin = time.monotonic()
     time.sleep(0.5)
-    return 1.0
+    return {"score": 1.0, "begin": begin, "end": time.monotonic()}
+
+def echo_slowly(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.02)
+    return float(solution_str)
 
 def act(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "spin":
@@ -200,15 +208,59 @@ async def test_kill_from_outside_scores_again(functions: Path) -> None:
         assert (await stats_of(worker)).deaths == 1
 
 
-async def test_slow_functions_overlap_and_leave_the_loop_free(functions: Path) -> None:
+async def test_slow_functions_overlap_within_bounds_and_leave_the_loop_free(functions: Path) -> None:
     async with worker_of(plan_of(functions, "nap"), num_processes=4) as (worker, _):
         running = asyncio.gather(*(worker.score(score("", index=index)) for index in range(8)))
-        longest, last = 0.0, now()
+        num_turns_of_loop = 0
         while not running.done():
             await asyncio.sleep(0.01)
-            longest, last = max(longest, now() - last), now()
-        assert all(answer.raw_score == 1.0 for answer in await running)
-        assert longest < 1.0  # seconds; a blocked loop would show the naps
+            num_turns_of_loop += 1
+        naps = [(answer.metrics["begin"], answer.metrics["end"]) for answer in await running]
+        at_once = [sum(begin <= moment < end for begin, end in naps) for moment, _ in naps]
+        assert 2 <= max(at_once) <= 4
+        assert num_turns_of_loop > 20  # blocked by the naps it would have turned once for each
+
+
+def test_a_worker_needs_no_main_thread(functions: Path) -> None:
+    answers: list[Scored | ScoreFailed] = []
+
+    async def main() -> None:
+        async with worker_of(plan_of(functions, "act"), timeout_s=0.3, retry_limit=0) as (worker, _):
+            answers.extend([await worker.score(score("fine")), await worker.score(score("spin"))])
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert [type(answer) for answer in answers] == [Scored, ScoreFailed]
+
+
+async def test_random_kills_lose_and_double_nothing(functions: Path) -> None:
+    rng = random.Random(0)
+    async with worker_of(plan_of(functions, "echo_slowly"), num_processes=3, retry_limit=50) as (worker, actor):
+        running = asyncio.gather(*(worker.score(score(str(index), index=index)) for index in range(60)))
+        for _ in range(10):
+            await asyncio.sleep(0.05)
+            if actor.pids:
+                os.kill(rng.choice(actor.pids), signal.SIGKILL)
+        answers = await running
+        assert [(answer.trajectory.index, answer.raw_score) for answer in answers] == [(i, float(i)) for i in range(60)]
+        stats = await stats_of(worker)
+        assert stats.scored == 60
+        assert stats.failed == 0
+
+
+async def test_a_caller_that_gives_up_frees_the_process(functions: Path) -> None:
+    async with worker_of(plan_of(functions, "act"), timeout_s=60) as (worker, actor):
+        await worker.score(score("fine"))
+        busy = actor.pids[0]
+        with pytest.raises(CallTimeout):
+            await within(worker, 0.2).score(score("spin"))
+        assert await gone(busy)
+        assert (await worker.score(score("fine"))).raw_score == 1.0
 
 
 async def test_what_a_function_started_ends_with_it(functions: Path, tmp_path: Path) -> None:
