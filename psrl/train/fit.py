@@ -38,7 +38,7 @@ def fit(config: Config, links: TrainerLinks, ranks: Ranks) -> None:
     step = trainer.first_step
     trainer.publish(step)
     if settings.val_before_train or settings.val_only:
-        trainer.log(step, {"training/global_step": step, **trainer.validate(step)})
+        trainer.log(step, trainer.validate(step))
     if settings.val_only:
         trainer.finish("validation only")
         return
@@ -70,11 +70,11 @@ def fit(config: Config, links: TrainerLinks, ranks: Ranks) -> None:
                 metrics |= trainer.validate(step)
                 tested = step
         metrics |= {"training/global_step": step, "training/started_s": started_s, "training/ended_s": ended_s}
-        trainer.log(step, metrics | trainer.work_metrics(work))
+        trainer.log(step, metrics | trainer.work_metrics(work) | trainer.group_metrics())
     if settings.save_freq > 0 and saved < step:
         trainer.save(step, last=True)
     if settings.test_freq > 0 and tested < step:
-        trainer.log(step, {"training/global_step": step, **trainer.validate(step)})
+        trainer.log(step, trainer.validate(step))
     log.info("training ends at step %d: %s", step, ending)
     trainer.finish(ending)
 

@@ -111,10 +111,6 @@ class Ranks:
         """Element-wise float64 sums over ranks."""
         return self.sum_tensor(torch.tensor(list(values), dtype=torch.float64)).tolist()
 
-    def gather_floats(self, value: float) -> list[float]:
-        """Every rank's float64 on every rank."""
-        return self.sum([value if rank == self.rank else 0.0 for rank in range(self.world_size)])
-
     def problems(self, problem: str) -> list[str]:
         """What went wrong on each rank that says so, on every rank."""
         texts = [text.decode() for text in self.gather(problem.encode())]

@@ -31,7 +31,9 @@ from psrl.control.messages import (
     ValidationDone,
 )
 from psrl.errors import CheckpointError, ConfigError, RunFailed
-from psrl.train import checkpoint, flops, model, stats
+from psrl.metrics.data_metrics import throughput_metrics, timing_metrics
+from psrl.metrics.flops import mfu, training_tflops
+from psrl.train import checkpoint, model, stats
 from psrl.train.advantages import make_estimator
 from psrl.train.checkpoint_dir import Checkpoint
 from psrl.train.fsdp import compute_dtype, whole_weights
@@ -41,7 +43,7 @@ from psrl.train.optim import learning_rate
 from psrl.train.packing import Plan, balance_metrics, plan
 from psrl.train.ranks import Ranks
 from psrl.train.rows import FIELDS, Row, make_rows, mini_batches
-from psrl.train.validation import validation_metrics
+from psrl.train.validation import round_metrics
 from psrl.types import Purpose, Version
 
 T = TypeVar("T")
@@ -54,11 +56,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The size of a batch: tokens, operations of its updates, and balance over ranks."""
+    """The size of a batch: tokens, operations (10^12) of its updates, and balance over ranks."""
 
-    num_tokens: int
+    num_prompt_tokens: int
     num_response_tokens: int
-    flops: float
+    tflops: float
     balance: dict[str, float]
 
 
@@ -104,7 +106,7 @@ class Trainer:
         return self.links.calls.call(question, timeout_s)
 
     def _wait(self, ask: Callable[[Head], Coroutine[Any, Any, Any]], answers: Any, what: str) -> Any:
-        """Rank 0 asks until there is one of `answers`; every rank gets it. Raises RunFailed when nothing moves any more."""
+        """Rank 0 asks until there is one of `answers`; every rank gets it. RunFailed when nothing moves."""
         started = time.perf_counter()
         while True:
             reply: Any = self._ask(ask(self.links.head), _CALL_S) if self.links.head else None
@@ -156,7 +158,7 @@ class Trainer:
         with self.timed("old_log_prob"):
             values, entropy = self.learner.log_probs(rows, plans)
             self._write_back(rows, {number: {"old_log_probs": values[number]} for number in mine})
-        return values, {"actor/entropy": entropy, **stats.probability_metrics(rows, values, self.ranks)}
+        return values, {"actor/entropy": entropy, **stats.agreement_metrics(rows, values, self.ranks)}
 
     def advantages(self, rows: Sequence[Row], plans: Sequence[Plan]) -> dict[int, float]:
         """Per sequence, by row number; written back per token for this rank's rows."""
@@ -223,7 +225,7 @@ class Trainer:
                 ValidationDone,
                 f"validation of version {version}",
             )
-        return validation_metrics(done)
+        return round_metrics(done)
 
     def save(self, step: int, *, last: bool) -> dict[str, float]:
         """A checkpoint of step `step`. A failure is logged and counted; at the last step it is raised."""
@@ -261,11 +263,14 @@ class Trainer:
 
     def batch_metrics(self, batch: Batch, rows: Sequence[Row], advantages: Mapping[int, float]) -> dict[str, float]:
         """What the batch consists of."""
-        data = self.config.data
-        metrics = stats.data_metrics(
-            rows, advantages, max_prompt_length=data.max_prompt_length, max_response_length=data.max_response_length
+        return stats.batch_metrics(
+            batch,
+            rows,
+            advantages,
+            staleness=self.config.psrl.staleness,
+            max_prompt_length=self.config.data.max_prompt_length,
+            max_response_length=self.config.data.max_response_length,
         )
-        return {**metrics, **stats.staleness_metrics(batch, rows)}
 
     def workload(self, rows: Sequence[Row], plans: Sequence[Plan]) -> Workload:
         """What `work_metrics` needs to know of the rows, so that they can be let go of before the step ends."""
@@ -273,35 +278,38 @@ class Trainer:
         shares = [[n for cut in plans for n in cut.rows(rank)] for rank in range(self.ranks.world_size)]
         num_passes = self.config.train_actor_rollout_ref.actor.ppo_epochs
         return Workload(
-            num_tokens=sum(lengths),
+            num_prompt_tokens=sum(len(row.prompts) for row in rows),
             num_response_tokens=sum(len(row.responses) for row in rows),
-            flops=flops.training_flops(self.hf_config, lengths) * num_passes,
+            tflops=training_tflops(self.hf_config, lengths) * num_passes,
             balance=balance_metrics(lengths, shares),
         )
 
     def work_metrics(self, work: Workload) -> dict[str, float]:
         """Tokens, rates, balance and timings, from `seconds`, which starts anew."""
         seconds, self.seconds = self.seconds, {}
-        metrics = stats.timing_metrics(
-            {**seconds, "gen": seconds["wait_for_gen"]},
-            num_response_tokens=work.num_response_tokens,
-            num_tokens=work.num_tokens,
-        )
-        name = torch.cuda.get_device_name(self.ranks.device) if self.ranks.device.type == "cuda" else None
+        num_tokens, world_size = work.num_prompt_tokens + work.num_response_tokens, self.ranks.world_size
+        on_gpu = self.ranks.device.type == "cuda"
+        device = torch.cuda.get_device_name(self.ranks.device) if on_gpu else "CPU"
+        share = mfu(work.tflops, seconds.get("update_actor", 0.0), device, world_size)
         return {
-            **metrics,
+            **timing_metrics(
+                {**seconds, "gen": seconds["wait_for_gen"]}, work.num_prompt_tokens, work.num_response_tokens
+            ),
+            **throughput_metrics(num_tokens, seconds["step"], world_size),
             **work.balance,
-            "perf/total_num_tokens": float(work.num_tokens),
-            "perf/time_per_step": seconds["step"],
-            "perf/throughput": work.num_tokens / seconds["step"] / self.ranks.world_size,
-            "perf/mfu/actor": flops.mfu(work.flops, seconds.get("update_actor", 0.0), self.ranks.world_size, name),
+            **({} if share is None else {"perf/mfu/actor": share}),
         }
 
+    def group_metrics(self) -> dict[str, float]:
+        """The conservation counters of PSManager; nothing on other ranks than 0."""
+        if self.links.head is None:
+            return {}
+        return stats.group_metrics(self._ask(self.links.head.control.get_status(GetStatus())).counters)
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Hand metrics to the logger, with the conservation counters."""
+        """Hand metrics to the logger."""
         if self.links.head:
-            counters = self._ask(self.links.head.control.get_status(GetStatus())).counters
-            self.links.head.metrics.log(step, {**metrics, **stats.group_metrics(counters)})
+            self.links.head.metrics.log(step, metrics)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

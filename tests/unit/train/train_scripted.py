@@ -36,6 +36,7 @@ from psrl.control.messages import (
     ValidationDone,
     ValidationSample,
 )
+from psrl.metrics.logger import MetricLogger
 from psrl.train.links import Head, TrainerLinks
 from psrl.types import Epoch, GroupId, Version
 from psrl.weights.manifest import Manifest
@@ -152,11 +153,15 @@ class Weights:
         return version % 3
 
 
-class Metrics:
+class Metrics(MetricLogger):
+    """The real one, whose lines are kept."""
+
     def __init__(self) -> None:
+        super().__init__([])
         self.lines: list[tuple[int, dict[str, float]]] = []
 
     def log(self, step, values):
+        super().log(step, values)
         self.lines.append((step, values))
 
 
