@@ -1,4 +1,4 @@
-"""The torch engine on a CUDA device: same tokens' log-probs as transformers, true versions, bfloat16 within its rounding."""
+"""The torch engine on a CUDA device: log-probs as in transformers, true versions, bfloat16 within its rounding."""
 
 from typing import Any
 
