@@ -87,16 +87,19 @@ class _Bar:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
         from rich.progress import TimeRemainingColumn as Remaining
+        from rich.table import Column
 
         self._progress = Progress(
             TextColumn("steps"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            Remaining(),
-            TextColumn("{task.description}"),
+            BarColumn(bar_width=12),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            Remaining(table_column=Column(no_wrap=True)),
+            # Takes what is left of the line, so that a narrow terminal cuts it and not the rest.
+            TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
             console=Console(file=stream),
             refresh_per_second=4,
+            expand=True,
         )
         self._task = self._progress.add_task("", total=num_steps, completed=first_step)
         self._progress.start()

@@ -1,0 +1,65 @@
+"""`psrl report RUN_DIR`: what a run did, and whether its own record keeps its promises.
+
+found = report(Path("runs/quickstart"))
+print(found.text())
+sys.exit(0 if found.ok else 1)
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from psrl.metrics.checks import CHECKS, Violation, check
+from psrl.metrics.curves import draw
+from psrl.metrics.run_files import TRAINED, RunFiles, read_run
+from psrl.metrics.summary import Summary, summarise
+
+CURVES = "curves.png"
+
+
+@dataclass(frozen=True)
+class Report:
+    """`ok` is False when a check failed. Warnings are what a reader should know and no check is about."""
+
+    run_dir: Path
+    summary: Summary
+    violations: tuple[Violation, ...]
+    warnings: tuple[str, ...]
+    curves: Path | None
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations
+
+    def text(self) -> str:
+        lines = self.summary.lines()
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        lines += [f"VIOLATION {violation}" for violation in self.violations]
+        if self.ok:
+            lines.append(f"checks passed: {', '.join(CHECKS)}")
+        if self.curves is not None:
+            lines.append(f"curves: {self.curves}")
+        return "\n".join(lines)
+
+
+def report(run_dir: Path, *, with_curves: bool = True) -> Report:
+    """Read, check and (unless told not to) draw `curves.png` into the directory. Raises DataError: not a run."""
+    run = read_run(run_dir)
+    curves = run_dir / CURVES if with_curves else None
+    if curves is not None:
+        draw(run, curves)
+    return Report(run_dir, summarise(run), check(run), _warnings(run), curves)
+
+
+def _warnings(run: RunFiles) -> tuple[str, ...]:
+    found = [f"{name}: {count} damaged lines were left out" for name, count in sorted(run.damaged.items())]
+    ended = {end.attempt for end in run.ends}
+    found += [
+        f"attempt {start.attempt} did not end in good order, its counters are not known"
+        for start in run.starts
+        if start.attempt not in ended
+    ]
+    if not any(line.outcome == TRAINED for line in run.lines):
+        found.append("nothing was trained: the checks of trained trajectories had nothing to look at")
+    if not run.metrics:
+        found.append("there is no metrics.jsonl")
+    return tuple(found)
