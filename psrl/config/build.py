@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from psrl.config.aliases import find
-from psrl.config.coerce import Mismatch, coerce, describe
+from psrl.config.coerce import Mismatch, as_list, coerce, describe
 from psrl.config.keys import fields, is_free_form, item_type, members, nearest, struct_of
 from psrl.config.origin import Origins, Path, dotted
 from psrl.config.schema import Config
@@ -55,7 +55,9 @@ class Builder:
 
     def _section(self, section: type[msgspec.Struct], value: Any, path: Path) -> msgspec.Struct:
         if not isinstance(value, dict):
-            if not isinstance(value, Unresolved):
+            if isinstance(value, Unresolved):
+                self._faulty.add(dotted(path))
+            else:
                 self._wrong(path, f"expected a section with keys, got {_shown(value)}")
             value = {}
         known = fields(section)
@@ -68,8 +70,8 @@ class Builder:
             inner_path = (*path, name)
             if name in value and not isinstance(value[name], Unresolved):
                 built[name] = self._value(value[name], annotation, inner_path, defaults[name])
-            elif struct_of(annotation) and not defaults[name].required:
-                built[name] = _default(defaults[name])
+            elif (inner_section := struct_of(annotation)) and defaults[name].required:
+                built[name] = self._section(inner_section, value.get(name, {}), inner_path)
             else:
                 built[name] = self._absent(value.get(name), annotation, inner_path, defaults[name])
         return section(**built)
@@ -77,7 +79,7 @@ class Builder:
     def _absent(self, value: Any, annotation: Any, path: Path, info: msgspec.structs.FieldInfo) -> Any:
         if isinstance(value, Unresolved) and not value.missing:
             self._faulty.add(dotted(path))
-        elif info.required or isinstance(value, Unresolved):
+        elif info.required:
             self._faulty.add(dotted(path))
             self.problems.append(f"{dotted(path)}: must be set, to {describe(annotation)}")
         return _stand_in(annotation, info)
@@ -89,8 +91,8 @@ class Builder:
         if section is not None:
             return self._section(section, value, path)
         item = item_type(annotation, list)
-        if item is not None and struct_of(item) and isinstance(value, list):
-            return [self._value(inner, item, (*path, index), None) for index, inner in enumerate(value)]
+        if item is not None and struct_of(item):
+            return self._sections(value, annotation, item, path, info)
         item = item_type(annotation, dict)
         if item is not None and not is_free_form(annotation) and isinstance(value, dict):
             return {key: self._value(inner, item, (*path, key), None) for key, inner in value.items()}
@@ -100,6 +102,16 @@ class Builder:
         except Mismatch as mismatch:
             self._wrong(path, f"expected {mismatch}, got {_shown(value)}")
             return _stand_in(annotation, info)
+
+    def _sections(
+        self, value: Any, annotation: Any, item: Any, path: Path, info: msgspec.structs.FieldInfo | None
+    ) -> Any:
+        try:
+            items = as_list(value, annotation)
+        except Mismatch as mismatch:
+            self._wrong(path, f"expected {mismatch}, got {_shown(value)}")
+            return _stand_in(annotation, info)
+        return [self._value(inner, item, (*path, index), None) for index, inner in enumerate(items)]
 
     def _foreign(self, path: Path, value: Any) -> None:
         """A key that is not in the schema: known to the alias table, or unknown."""

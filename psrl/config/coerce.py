@@ -53,9 +53,9 @@ def coerce(value: Any, annotation: Any, raw: str | None = None) -> Any:
         except (Mismatch, msgspec.ValidationError):
             raise Mismatch(describe(annotation)) from None
     if origin is list:
-        return [coerce(item, args[0]) for item in _list(value, annotation)]
+        return [coerce(item, args[0]) for item in as_list(value, annotation)]
     if origin is tuple:
-        items = _list(value, annotation)
+        items = as_list(value, annotation)
         if len(items) != len(args):
             raise Mismatch(describe(annotation))
         return tuple(coerce(item, arg) for item, arg in zip(items, args, strict=True))
@@ -87,7 +87,8 @@ def _union(value: Any, annotation: Any, raw: str | None) -> Any:
     raise Mismatch(describe(annotation))
 
 
-def _list(value: Any, annotation: Any) -> list[Any]:
+def as_list(value: Any, annotation: Any) -> list[Any]:
+    """A list, a list in quotes, or one text where a list of texts is declared. Raises Mismatch."""
     if isinstance(value, str) and value.strip().startswith("["):
         return _quoted_list(value, annotation)
     if isinstance(value, str) and typing.get_args(annotation) == (str,):

@@ -105,12 +105,20 @@ class _Loading:
     # -- layers
 
     def add_file(self, document: Document) -> None:
+        typed_as: dict[Path, tuple[Path, Any]] = {}
         for path, value in _leaves(document.tree):
             origin = document.origins.get(path, Origin(document.name))
             if any("." in str(part) for part in path) and lookup(path) is not Any:
                 self.problems.append(f"{dotted(path)} ({origin.where}): keys are nested in YAML, not joined by dots")
                 continue
             typed, path = path, self._renamed(path, origin.where)
+            if path in typed_as and typed_as[path][1] != value:
+                other, _ = typed_as[path]
+                self.problems.append(
+                    f"{dotted(typed)} ({origin.where}) and {dotted(other)} ({self.origins.where(path)}) are two names "
+                    "of one key and say different things"
+                )
+            typed_as[path] = (typed, value)
             section = struct_of(lookup(path)) if lookup(path) not in (None, Any) else None
             if section and value is None and not _optional(path):
                 continue  # a section whose keys are all commented out

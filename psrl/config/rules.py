@@ -38,7 +38,7 @@ CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     f"{_ACTOR}.fsdp_config.mixed_precision": (("auto", "fp32", "bf16"), ()),
     f"{_GEN}.name": (("torch",), ("vllm", "sglang", "scripted")),
-    f"{_GEN}.dtype": (("auto", "float32", "bfloat16"), ("float16",)),
+    f"{_GEN}.dtype": (("auto", "float32", "bfloat16", "float16"), ()),
     "data.truncation": (("error", "left", "right", "middle"), ()),
     "algorithm.adv_estimator": (
         ("grpo",),
@@ -54,6 +54,7 @@ CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     f"{_SYNC}.method": (("greedy",), ("status_based",)),
     "psrl.sync.running": (("recompute", "keep", "abort"), ()),
 }  # fmt: skip
+MANAGERS = (("dapo", "naive"), ("batch", "prime", "remote", "limited", "gdpo"))
 LOGGERS = (("console", "wandb"), ("tensorboard", "swanlab", "mlflow", "clearml", "trackio", "file", "vemlp_wandb"))
 
 
@@ -151,6 +152,8 @@ def _rewards(config: Config) -> Iterator[Contradiction]:
     if not reward.active_managers:
         yield Contradiction(("reward.active_managers",), "reward.active_managers is empty: nothing would be scored")
     for name in reward.active_managers:
+        if name in reward.managers and (text := _choice(name, *MANAGERS)) is not None:
+            yield Contradiction(("reward.active_managers",), f"reward.active_managers: {text}")
         if name not in reward.managers:
             yield Contradiction(
                 ("reward.active_managers", "reward.managers"),

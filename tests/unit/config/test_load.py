@@ -8,12 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from psrl.config import load
 from psrl.config.aliases import ALIASES, Fate, find, rename
 from psrl.config.dump import to_yaml
-from psrl.config.keys import lookup, nearest
+from psrl.config.keys import all_paths, lookup, nearest
 from psrl.config.loader import shipped
 from psrl.config.schema import Config, Data, Model, TrainActorRolloutRef
 from psrl.config.yamlfile import read_yaml
@@ -318,3 +320,50 @@ def test_importing_config_is_light() -> None:
     code = "import sys; from psrl.config import load; load('quickstart'); print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert out.stdout.strip() == "False"
+
+
+def test_two_names_of_one_key_may_not_disagree_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    inner = "{actor: {grad_clip: %d}}"
+    file.write_text(f"defaults: [quickstart]\n{T}: {inner % 2}\nactor_rollout_ref: {inner % 3}\n")
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref.actor.grad_clip .*my.yaml:3.* are two names of one key"):
+        load(file)
+    file.write_text(file.read_text().replace("3", "2"))
+    assert load(file).config.train_actor_rollout_ref.actor.grad_clip == 2
+
+
+def test_required_sections_may_not_be_deleted() -> None:
+    assert problems("~train_actor_rollout_ref.model") == (f"{T}.model.path: must be set, to a text",)
+    assert problems("~data")[0] == "data.train_files: must be set, to a list of texts or a text"
+
+
+_SOME_PATHS = [
+    *(".".join(path).replace("managers.*", "managers.dapo").replace("*", "0") for path in all_paths()),
+    *("actor_rollout_ref.actor", "critic", "psrl.ps_mode", "nope", "data.nope", "data.seed.x", "trainer.logger.0"),
+    *("reward.managers.new", f"{T}.model.override_config.a.b", "actor_rollout_ref", "data.reward_model_dicts.7"),
+]
+_SOME_VALUES = [
+    *("", "1", "-1", "0", "1.5", "1e-6", "null", "true", "yes", "text", "'x'", "é", "=", "inf", "nan", "???"),
+    *("[]", "[1,2]", "[a]", "{}", "{a: 1}", "{a: {b: 1}}", "[{a: 1}]", "'[{a: 1}]'", "'[a'", "a,b"),
+    *("${data.seed}", "${nope}", "${data}", "'${'", "[{reward_loop_type: dapo}]", "{reward_fn: [{path: p}]}"),
+]
+_SOME_OVERRIDES = st.tuples(
+    st.sampled_from(["", "+", "++", "~"]), st.sampled_from(_SOME_PATHS), st.sampled_from(_SOME_VALUES)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(_SOME_OVERRIDES, min_size=1, max_size=3))
+def test_whatever_is_typed_gives_a_config_or_named_problems(typed: list[tuple[str, str, str]]) -> None:
+    overrides = [f"{sign}{path}" + (f"={text}" if text or sign != "~" else "") for sign, path, text in typed]
+    found: tuple[str, ...] | None = None
+    try:
+        loaded = load("quickstart", overrides)
+    except ConfigError as error:
+        found = error.problems
+    if found is not None:
+        assert found
+        assert all(problem.strip() for problem in found)
+    else:
+        assert msgspec.convert(msgspec.to_builtins(loaded.config), Config) == loaded.config
+        assert to_yaml(loaded.config, loaded.origins)
