@@ -1,11 +1,13 @@
 """The embedded data set: small word problems as parquet, and as pairs for the warm start. Offline and seeded."""
 
 import random
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 from psrl.data.prepare.problems import SPLITS, Problem, problems
 from psrl.data.prepare.rows import Row, write_parquet
+from psrl.errors import ConfigError
 
 DATA_SOURCE = "psrl/arithmetic"
 _FILES = {"train": "train.parquet", "validation": "val.parquet", "test": "test.parquet"}
@@ -25,17 +27,13 @@ def arithmetic(
 ) -> dict[str, int]:
     """Write train.parquet, val.parquet and test.parquet to `out`; returns rows by file name.
 
-    No two rows of a file are the same question, and no two files share arithmetic (see `problems`).
+    No two rows of a file are the same question, and no two files share arithmetic (see `problems`). Raises ConfigError if
+    more rows are wanted than there are questions.
     """
     counts = dict(zip(SPLITS, (num_train, num_validation, num_test)))
     written = {}
     for split, num_rows in counts.items():
-        unique: dict[str, Problem] = {}
-        for problem in problems(split, seed):
-            unique.setdefault(problem.question, problem)
-            if len(unique) == num_rows:
-                break
-        rows = [_row(problem, split, index) for index, problem in enumerate(unique.values())]
+        rows = [_row(problem, split, index) for index, problem in enumerate(_unique(split, seed, num_rows))]
         written[_FILES[split]] = write_parquet(rows, out / _FILES[split])
     return written
 
@@ -54,6 +52,16 @@ def sft_examples(num: int, worked_share: float, seed: int, tokenizer: Tokenizer)
         prompt_ids = tokenizer.encode_prompt([{"role": "user", "content": problem.question}])
         pairs.append((prompt_ids, [*tokenizer.encode(answer), tokenizer.eos_ids[0]]))
     return pairs
+
+
+def _unique(split: str, seed: int, count: int) -> list[Problem]:
+    """The first `count` different problems of a stream."""
+    unique: dict[str, Problem] = {}
+    for problem in islice(problems(split, seed), 100 * count):
+        unique.setdefault(problem.question, problem)
+        if len(unique) == count:
+            return list(unique.values())
+    raise ConfigError(f"the {split} split has fewer than {count} different questions: ask for at most {len(unique)}")
 
 
 def _row(problem: Problem, split: str, index: int) -> Row:
