@@ -27,8 +27,8 @@ def arithmetic(
 ) -> dict[str, int]:
     """Write train.parquet, val.parquet and test.parquet to `out`; returns rows by file name.
 
-    No two rows of a file are the same question, and no two files share arithmetic (see `problems`). Raises ConfigError if
-    more rows are wanted than there are questions.
+    No two rows of a file are the same question, and no two files share arithmetic (see `problems`). Raises
+    ConfigError if more rows are wanted than there are questions.
     """
     counts = dict(zip(SPLITS, (num_train, num_validation, num_test)))
     written = {}
@@ -57,7 +57,7 @@ def sft_examples(num: int, worked_share: float, seed: int, tokenizer: Tokenizer)
 def _unique(split: str, seed: int, count: int) -> list[Problem]:
     """The first `count` different problems of a stream."""
     unique: dict[str, Problem] = {}
-    for problem in islice(problems(split, seed), 100 * count):
+    for problem in islice(problems(split, seed), 20 * count):
         unique.setdefault(problem.question, problem)
         if len(unique) == count:
             return list(unique.values())
