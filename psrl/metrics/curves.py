@@ -96,7 +96,7 @@ def _staleness(axes: Any, run: RunFiles) -> None:
         below += share
     bound = max((start.staleness for start in run.starts), default=0)
     axes.set_title(f"staleness (bound {bound})", fontsize=10, loc="left")
-    axes.legend(frameon=False, fontsize=8, ncols=min(largest + 1, 6), loc="lower right")
+    axes.legend(frameon=False, fontsize=8, ncols=min(largest + 1, 8), loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 
 def _overlap(axes: Any, run: RunFiles) -> None:
@@ -136,6 +136,7 @@ def _panel(axes: Any, title: str, y: str, x: str = "step") -> None:
     axes.set_ylabel(y, fontsize=9)
     axes.set_xlabel(x, fontsize=9)
     axes.tick_params(labelsize=8)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -50,6 +50,13 @@ def report(run_dir: Path, *, with_curves: bool = True) -> Report:
     return Report(run_dir, summarise(run), check(run), _warnings(run), curves)
 
 
+def main(run_dir: Path | str) -> int:
+    """Print the report; the exit status is 1 when a check failed."""
+    found = report(Path(run_dir))
+    print(found.text())
+    return 0 if found.ok else 1
+
+
 def _warnings(run: RunFiles) -> tuple[str, ...]:
     found = [f"{name}: {count} damaged lines were left out" for name, count in sorted(run.damaged.items())]
     ended = {end.attempt for end in run.ends}

@@ -12,7 +12,7 @@ from psrl.control.messages import Counters
 from psrl.control.records import EndLine, Outcome, PublishLine, StartLine, TrajectoryLine
 from psrl.errors import DataError
 from psrl.metrics.checks import CHECKS
-from psrl.metrics.report import report
+from psrl.metrics.report import main, report
 from psrl.types import Epoch, FinishReason, GroupId, Purpose, Version, VersionSpan
 
 
@@ -50,12 +50,22 @@ def test_summary_and_curves(make_run: Callable, tmp_path: Path):
         assert text in found.text()
 
 
+def test_exit_status_says_whether_checks_failed(make_run: Callable, tmp_path: Path, capsys):
+    run = make_run(3)
+    assert main(run.write(tmp_path)) == 0
+    spoil_bound(run)
+    assert main(str(run.write(tmp_path))) == 1
+    assert (
+        "VIOLATION bound: trajectory 9_0 of attempt 0 was trained at 3 with tokens of version 0, the bound is 2"
+        in capsys.readouterr().out
+    )
+
+
 def test_synchronous_run_does_not_overlap(make_run: Callable, tmp_path: Path):
     assert report(make_run(0).write(tmp_path), with_curves=False).summary.overlap == 0.0
 
 
 def spoil_bound(run: Any) -> None:
-    trained(run, 3)[0]["spans"][0]["version"] = 2
     run.attempts[0]["staleness"] = 2
 
 
