@@ -130,9 +130,11 @@ def _progress(num_steps: int) -> Callable[[int, float], None]:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from psrl.metrics.report import main as report
+    from psrl.metrics.report import report
 
-    return int(report(options.run_dir))
+    found = report(options.run_dir)
+    print(found.text())
+    return 0 if found.ok else 1
 
 
 def _doctor(_: argparse.Namespace) -> int:

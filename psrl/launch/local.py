@@ -197,8 +197,7 @@ class LocalLauncher:
         delay = None if expected else process.restarts.after(uptime_s)
         name, log = process.spec.name, process.spec.log
         ended = Exit(name, popen.pid, returncode, reason(returncode), uptime_s, expected, delay, log)
-        pump.note(f"{ended}" + (f"; starts again in {delay:g} s" if delay is not None else ""))
-        pump.close()
+        pump.close(f"{ended}" + (f"; starts again in {delay:g} s" if delay is not None else ""))
         if not expected and delay is None:
             self._failures.append((ended, pump.tail()))
         if delay is None:

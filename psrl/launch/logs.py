@@ -142,11 +142,13 @@ class LogPump:
         """Write a line of the launcher's own into the file."""
         self._file.write([f"--- {text} ---".encode()])
 
-    def close(self) -> None:
-        """Take what is still in the pipe, then let go of it. Safe to call twice."""
+    def close(self, last_note: str) -> None:
+        """Take what is still in the pipe, write a last line of the launcher's own, and let go of pipe and file."""
         while self._open and self._read_once():
             pass
-        self._finish()
+        self._end_of_pipe()
+        self.note(last_note)
+        self._file.close()
 
     def tail(self, num_lines: int = 20) -> list[str]:
         """The last lines; from the start of the last traceback, if there is one among them."""
@@ -160,7 +162,7 @@ class LogPump:
         except BlockingIOError:
             return False
         if not data:
-            self._finish()
+            self._end_of_pipe()
             return False
         self._take(self._cutter.feed(data))
         return True
@@ -172,11 +174,10 @@ class LogPump:
             self._tail.append(text[:2000])
             self._view.line(self.name, text)
 
-    def _finish(self) -> None:
+    def _end_of_pipe(self) -> None:
         if not self._open:
             return
         self._open = False
         asyncio.get_running_loop().remove_reader(self._fd)
         self._take(self._cutter.rest())
         os.close(self._fd)
-        self._file.close()

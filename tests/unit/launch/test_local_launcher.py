@@ -72,6 +72,8 @@ async def test_output_goes_to_the_file_and_the_exit_is_told(tmp_path: Path) -> N
     assert seen == [ended]
     lines = (tmp_path / "a.log").read_text().splitlines()
     assert {"out", "err"} <= set(lines)
+    assert lines[0] == f"--- a starts, pid {pid}, restarts 0 ---"
+    assert lines[-1].startswith(f"--- a (pid {pid}): ended normally after")
     assert launcher.failure_report() is None
 
 
@@ -185,8 +187,22 @@ sys.stdout.buffer.write(b"1%\\r2%\\r3%\\nno newline at the end")
     assert "[l] \\xff\\xfe bytes" in shown
 
 
+async def test_many_writers_do_not_mix_their_lines(tmp_path: Path) -> None:
+    code = "import sys\nfor k in range(500): print(sys.argv[1] * 300, file=(sys.stderr, sys.stdout)[k % 2], flush=True)"
+    shown: list[str] = []
+    async with LocalLauncher(ConsoleView(shown.append, lambda name: True)) as launcher:
+        for name in "abc":
+            argv = (sys.executable, "-c", code, name)
+            launcher.spawn(ProcessSpec(name=name, argv=argv, log=tmp_path / f"{name}.log"))
+        for name in "abc":
+            await asyncio.wait_for(launcher.wait(name), 20)
+    assert sorted(shown) == [f"[{name}] {name * 300}" for name in "abc" for _ in range(500)]
+    for name in "abc":
+        assert (tmp_path / f"{name}.log").read_text().splitlines()[1:-1] == [name * 300] * 500
+
+
 _LAUNCHER = """
-import asyncio, sys
+import asyncio, sys, uvloop
 from pathlib import Path
 from psrl.launch.interrupt import Interrupted, until_interrupted
 from psrl.launch.local import LocalLauncher, ProcessSpec
@@ -208,7 +224,7 @@ async def main():
     except Interrupted as interrupted:
         return 128 + interrupted.signal
 
-sys.exit(asyncio.run(main()))
+sys.exit(uvloop.run(main()))
 """
 
 
