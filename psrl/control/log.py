@@ -87,6 +87,8 @@ class TrajectoryLog:
         They belong to a history that is not continued: what it trained from `version` on is rolled back, other ends
         stay what they were. Groups in flight are not counted: the new attempt offers them itself.
         """
+        if since >= self.num_bytes:
+            return Counters()
         ends: dict[tuple[int, GroupId], Outcome] = {}
         decoder = msgspec.json.Decoder(TrajectoryLine)
         for raw in _lines(self._path, since):

@@ -216,15 +216,19 @@ class PSManager(Actor):
             self._log.write(self._control.take_lines())
         except (RunFailed, AssertionError) as error:
             self._control.failure = str(error) or repr(error)
-            self._changed.set()
+            self._wake()
             raise
         for effect in self._control.take_effects():
             self._queue.put_nowait(effect)
         if progress:
             self._last_progress_s = now()
         if wake:
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._wake()
+
+    def _wake(self) -> None:
+        """Let everyone who waits look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _when(self, answer: Callable[[], T | None], wait_s: float) -> T | None:
         """The answer as soon as there is one; None after `wait_s` (at most MAX_WAIT_S)."""
