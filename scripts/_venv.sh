@@ -23,6 +23,13 @@ _digest() { # of the named files, and the files below the named folders
   find "$@" -type f ! -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d' ' -f1
 }
 
+_requirements_digest() { # of what decides what is installed; settings of tools in the same file do not
+  python -c 'import hashlib, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))
+decides = repr((project["build-system"], project["project"])).encode() + open("constraints.txt", "rb").read()
+print(hashlib.sha256(decides).hexdigest())'
+}
+
 _build_requirements() { # one a line, from pyproject.toml
   python -c 'import tomllib
 for line in tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"]:
@@ -48,7 +55,7 @@ ensure_venv() {
   export VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH"
   unset PYTHONHOME PYTHONPATH
 
-  requirements="$(_digest pyproject.toml constraints.txt)"
+  requirements="$(_requirements_digest)"
   core="$(_digest setup.py CMakeLists.txt csrc)"
   stamp="$venv/psrl-stamp"
   made="$(cat "$stamp" 2> /dev/null || true)"
