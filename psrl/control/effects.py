@@ -30,8 +30,8 @@ class PromptFeed(Protocol):
 class Effects(Protocol):
     """Carries out what PSManager decides. An error in any of them ends PSManager, loudly.
 
-    Apart from `commit_weights`, which PSManager awaits inside Publish, they run one after the other, in the order in
-    which they were decided.
+    `commit_weights` is awaited inside Publish and `ledger_changed` called at once; the others run one after the other,
+    in the order in which they were decided.
     """
 
     async def commit_weights(self, epoch: Epoch, version: Version, slot: int) -> None:

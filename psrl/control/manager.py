@@ -15,7 +15,7 @@ from typing import TypeVar
 from psrl.actor import Actor, handler
 from psrl.clock import now
 from psrl.control.control import Control
-from psrl.control.effects import Abort, AnnounceVersion, ClearRows, Effect, Effects, LedgerChanged, PromptFeed
+from psrl.control.effects import Abort, AnnounceVersion, ClearRows, Effects, LedgerChanged, PromptFeed
 from psrl.control.log import TrajectoryLog
 from psrl.control.messages import (
     AwaitValidation,
@@ -79,7 +79,7 @@ class PSManager(Actor):
         left_behind = log.left_behind(state.log_bytes if state is not None else 0, settings.initial_version)
         self._control = Control(settings, feed, validation, state, attempt=log.attempt, left_behind=left_behind)
         self._settings, self._effects, self._log = settings, effects, log
-        self._queue: asyncio.Queue[Effect] = asyncio.Queue()
+        self._queue: asyncio.Queue[Abort | ClearRows | AnnounceVersion] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._publishing = asyncio.Lock()
         self._last_progress_s = 0.0
@@ -219,7 +219,10 @@ class PSManager(Actor):
             self._wake()
             raise
         for effect in self._control.take_effects():
-            self._queue.put_nowait(effect)
+            if isinstance(effect, LedgerChanged):
+                self._effects.ledger_changed()  # does not wait, so it need not stand in line
+            else:
+                self._queue.put_nowait(effect)
         if progress:
             self._last_progress_s = now()
         if wake:
@@ -256,6 +259,4 @@ class PSManager(Actor):
                     await self._effects.clear_rows(keys, partition)
                 case AnnounceVersion(version, slot):
                     await self._effects.version_published(self._settings.epoch, version, slot)
-                case LedgerChanged():
-                    self._effects.ledger_changed()
             self._queue.task_done()

@@ -247,3 +247,37 @@ def test_sizes_that_make_no_sense_are_refused(arguments: tuple[int, int]) -> Non
         Ledger(2, 0, budget=1)
     with pytest.raises(ValueError, match="slots"):
         Ledger(2, 0, slots=1)
+
+
+def test_the_worked_example_of_the_design_page() -> None:
+    def view() -> list[str]:
+        return [
+            " ".join(
+                [f"O{e.group}" for e in b.occupied] + ["."] * b.empty + [f"R{e.group}" for e in reversed(b.reserved)]
+            )
+            for b in ledger.buffers.values()
+            if not b.consumed
+        ]
+
+    ledger = Ledger(2, 1)
+    for group in (0, 1):
+        reserve(ledger, group)
+    assert view() == [". .", "R1 R0"]
+    for group in (2, 3):
+        reserve(ledger, group)
+    assert isinstance(reserve(ledger, 4), Denied)
+    assert view() == ["R3 R2", "R1 R0"]
+    ledger.occupy(G(1), V0)
+    assert view() == ["O1 R2", "R3 R0"]
+    ledger.occupy(G(3), V0)
+    assert view() == ["O1 O3", "R2 R0"]
+    assert [held.group for held in ledger.consume(0)] == [1, 3]
+    ledger.publish(V1)
+    reserve(ledger, 4, 1)
+    assert isinstance(reserve(ledger, 5, 0), Denied)
+    assert view() == ["R2 R0", ". R4"]
+    ledger.occupy(G(4), V1)
+    assert view() == ["R2 R0", "O4 ."]
+    ledger.occupy(G(0), V0)
+    ledger.occupy(G(2), V0)
+    assert view() == ["O0 O2", "O4 ."]

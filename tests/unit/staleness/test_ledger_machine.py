@@ -169,4 +169,4 @@ class LedgerRun(RuleBasedStateMachine):
 
 
 TestLedgerRun = LedgerRun.TestCase
-TestLedgerRun.settings = hypothesis_settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestLedgerRun.settings = hypothesis_settings(max_examples=150, stateful_step_count=60, deadline=None)
