@@ -5,6 +5,7 @@ Importing this is quick: no torch, and Hydra only when something is loaded.
 
 from typing import TYPE_CHECKING, Any
 
+from psrl.config.dump import to_yaml
 from psrl.config.rules import check
 from psrl.config.schema import Config
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from psrl.config.grammar import compose_untyped
     from psrl.config.loader import Loaded, load
 
-__all__ = ["Config", "Loaded", "check", "compose_untyped", "load"]
+__all__ = ["Config", "Loaded", "check", "compose_untyped", "load", "to_yaml"]
 
 
 def __getattr__(name: str) -> Any:

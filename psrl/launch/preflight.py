@@ -12,6 +12,7 @@ from pathlib import Path
 
 from psrl.config.schema import Config
 from psrl.launch.ports import port_problem
+from psrl.launch.run_lock import holder_problem
 
 _DEPLOYMENT = "psrl.deployment"
 _DIR_KEY = "trainer.default_local_dir"
@@ -49,7 +50,7 @@ def port_problems(config: Config) -> list[str]:
 
 
 def run_dir_problems(config: Config) -> list[str]:
-    """Can the run directory be made and written?"""
+    """Can the run directory be made and written, and is no other run in it?"""
     folder = Path(config.trainer.default_local_dir)
     above = _existing(folder)
     if not above.is_dir():
@@ -59,7 +60,8 @@ def run_dir_problems(config: Config) -> list[str]:
             probe.write(b"x")
     except OSError as error:
         return [f"{_DIR_KEY}={folder}: {above} cannot be written: {error.strerror}"]
-    return []
+    held = holder_problem(folder)
+    return [held] if held else []
 
 
 def disk_problems(config: Config, needed_bytes: int) -> list[str]:

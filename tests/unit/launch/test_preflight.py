@@ -3,12 +3,16 @@
 import os
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+import psrl
 from psrl.config import Config, load
+from psrl.errors import ConfigError
 from psrl.launch.ports import free_ports, port_problem
 from psrl.launch.preflight import (
     cpu_problems,
@@ -19,6 +23,7 @@ from psrl.launch.preflight import (
     port_problems,
     run_dir_problems,
 )
+from psrl.launch.run_lock import RunLock
 
 
 def config(*overrides: str) -> Config:
@@ -55,6 +60,31 @@ def test_the_run_directory_must_be_a_folder_that_can_be_written(tmp_path: Path) 
     assert "is a file, not a folder" in problem
     (problem,) = run_dir_problems(config("trainer.default_local_dir=/proc/run"))
     assert "trainer.default_local_dir=/proc/run: /proc cannot be written" in problem
+
+
+def test_one_run_at_a_time_in_a_directory(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from psrl.launch.run_lock import RunLock\n"
+        "lock = RunLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    asked = config(f"trainer.default_local_dir={tmp_path}/run")
+    with subprocess.Popen(
+        [sys.executable, "-c", code, f"{tmp_path}/run"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(psrl.__file__).parents[1])},
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        (problem,) = run_dir_problems(asked)
+        assert f"is in use by another run (pid {other.pid})" in problem
+        with pytest.raises(ConfigError, match=f"pid {other.pid}"):
+            RunLock(tmp_path / "run")
+        other.kill()
+    assert run_dir_problems(asked) == []
+    with RunLock(tmp_path / "run"):
+        assert run_dir_problems(asked) != []
+    assert run_dir_problems(asked) == []
 
 
 def test_room_on_disk_and_in_memory() -> None:
