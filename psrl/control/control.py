@@ -308,6 +308,7 @@ class Control:
         """Assert everything; linear in the number of groups."""
         self._inventory.check_deeply()
         self._ledger.check()
+        assert len(self._inventory.unplaced) <= self._ledger.free(), "each group on its way has a place to come"
         for group_id, group in self._inventory.groups.items():
             placed = self._ledger.buffer_of(group_id) is not None
             assert (group_id in self._inventory.unplaced) == (group.phase is Phase.RUNNING and not placed)

@@ -160,7 +160,8 @@ class PSManager(Actor):
             if self._control.check_publish(message.version):
                 await self._effects.commit_weights(message.epoch, message.version, message.slot)
                 self._control.publish(message.version, message.slot)
-                self._log.write_attempt(PublishLine(self._log.attempt, message.version, now()))
+                if message.version != self._settings.initial_version:  # that one stands in the line of the start
+                    self._log.write_attempt(PublishLine(self._log.attempt, message.version, now()))
                 self._settle()
         return Published(message.version)
 

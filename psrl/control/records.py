@@ -56,6 +56,8 @@ class StartLine(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
 
 
 class PublishLine(msgspec.Struct, frozen=True, tag_field="kind", tag="publish"):
+    """A version was committed, at `at_s` of the loop's clock. The version that an attempt starts with has no line."""
+
     attempt: int
     version: Version
     at_s: float

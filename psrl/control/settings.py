@@ -11,7 +11,7 @@ MIN_FAILED_IN_A_ROW = 8
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`initial_version` is what the trainer publishes first: 0, or the version of the checkpoint it resumes."""
 
-    total_steps: int  # steps of the whole run; buffers 0 .. total_steps - 1
+    total_steps: int  # steps of the whole run: buffers initial_version .. total_steps - 1
     batch_size: int  # groups of one step (B)
     rollout_n: int  # siblings of a group (n)
     staleness: int
@@ -42,7 +42,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
         validation = config.train_actor_rollout_ref.rollout.val_kwargs
         batch_size = config.data.train_batch_size
         return cls(
-            total_steps=total_steps(config, num_rows),
+            total_steps=initial_version if config.trainer.val_only else total_steps(config, num_rows),
             batch_size=batch_size,
             rollout_n=config.psrl.rollout_n,
             staleness=config.psrl.staleness,

@@ -30,6 +30,13 @@ def test_steps_are_whole_batches_per_epoch_up_to_the_limit() -> None:
     assert total_steps(config(total_training_steps=50), 11) == 6
 
 
+def test_validation_only_offers_nothing_for_training() -> None:
+    settings = ControlSettings.from_config(
+        config(val_only=True), num_rows=11, stop_token_ids=(), initial_version=Version(4)
+    )
+    assert settings.total_steps == 4
+
+
 def test_settings_come_from_their_keys() -> None:
     settings = ControlSettings.from_config(
         config(), num_rows=11, stop_token_ids=(2,), epoch=Epoch(1), initial_version=Version(4)

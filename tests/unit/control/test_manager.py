@@ -1,11 +1,10 @@
 """PSManager in a real runtime: long polls, effects, log and failures. The decisions are tested in test_control.py."""
 
 import asyncio
-import json
-from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from psrl.actor import Runtime, UnixAddress
@@ -35,6 +34,8 @@ from psrl.control.messages import (
     WorkerLost,
 )
 from psrl.errors import ActorError, RemoteError
+from psrl.metrics.checks import check
+from psrl.metrics.run_files import read_run
 from psrl.types import Epoch, FinishReason, TrajectoryId, Version, VersionSpan
 
 E0 = Epoch(0)
@@ -110,30 +111,11 @@ async def train(manager: PSManager, version: int) -> int:
             await publish(manager, version)
 
 
-def outcomes(directory: Path) -> Counter[str]:
-    """Groups by outcome, as a report would count the file."""
-    attempts = [json.loads(text) for text in (directory / "attempts.jsonl").read_text().splitlines()]
-    starts = [record for record in attempts if record["kind"] == "start"]
-    ends: dict[tuple[int, int], str] = {}
-    for text in (directory / "trajectories.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        if line["purpose"] != "train":
-            continue
-        outcome, attempt = line["outcome"], line["attempt"]
-        later = [start["resumed_from"] for start in starts if start["attempt"] > attempt]
-        if outcome == "trained" and any(line["trained_at"] >= version for version in later):
-            outcome = "rolled_back"
-        if outcome == "in_flight" and later:
-            continue
-        ends[attempt, line["group"]] = outcome
-    return Counter(ends.values())
-
-
 def agrees(directory: Path, counters: Counters) -> None:
-    counted = outcomes(directory)
-    for name in ("trained", "filtered", "failed", "stale_aborted", "rolled_back", "in_flight"):
-        assert counted[name] == getattr(counters, name), (name, counted, counters)
-    assert counters.offered == counted.total()
+    """The files keep the protocol's promises, and their end record has these counters."""
+    run = read_run(directory)
+    assert check(run) == ()
+    assert run.ends[-1].counters == {"type": "Counters"} | msgspec.structs.asdict(counters)
 
 
 async def test_a_run_from_first_weights_to_the_end(tmp_path: Path) -> None:
