@@ -1,7 +1,7 @@
 """What can be known about this machine before anything starts: ports, folders, room, limits.
 
 Each function returns sentences, one a problem, naming the key or limit to change; none of them leaves anything behind.
-`psrl.config.rules` has the rules between keys.
+`psrl.config.rules` has the rules between keys; `psrl.launch.plan` adds what data and model need.
 """
 
 import os
@@ -16,11 +16,6 @@ from psrl.launch.run_lock import holder_problem
 
 _DEPLOYMENT = "psrl.deployment"
 _DIR_KEY = "trainer.default_local_dir"
-
-
-def preflight(config: Config) -> list[str]:
-    """All problems of a run on this machine, at once."""
-    return machine_problems(config)
 
 
 def machine_problems(config: Config, *, shared_bytes: int | None = None, disk_bytes: int = 1 << 26) -> list[str]:
