@@ -30,6 +30,7 @@ from psrl.transfer.messages import (
     QueueClient,
     RecordRef,
     RegisterClient,
+    ReleaseClient,
 )
 from psrl.transfer.meta import KVBatchMeta
 from psrl.transfer.segments import Segments
@@ -76,6 +77,7 @@ class TransferQueue:
         put_timeout_s: float = DEFAULT_PUT_TIMEOUT_S,
     ) -> Self:
         """Register as `client`, a name that no other living process uses. Raises StorageError or an ActorError."""
+        await controller.release_client(ReleaseClient(client))  # an earlier life, whose death nobody told yet
         registered = await storage.register_client(RegisterClient(client))
         segment = await asyncio.to_thread(segments.fetch, registered.segment)
         if segment.generation != registered.generation:

@@ -50,6 +50,15 @@ async def test_rows_that_a_dead_writer_told_nobody_of_are_freed() -> None:
         assert (await at.usage()).free_bytes == before
 
 
+async def test_a_restarted_writer_frees_what_its_earlier_life_told_nobody_of() -> None:
+    async with house() as at:
+        before = (await at.usage()).free_bytes
+        peer = await start(at.node.socket_path, at.head_path, "writer", "orphan", "untold")
+        peer.kill()
+        await at.connect("writer")
+        assert (await at.usage()).free_bytes == before
+
+
 async def test_killed_readers_leases_come_back_by_release() -> None:
     async with house() as at:
         before = (await at.usage()).free_bytes
