@@ -70,7 +70,7 @@ class Checkpointer:
         Raises CheckpointError on all ranks if any failed; what was there before stands.
         """
         tensors = named_tensors(self._learner)
-        needed = sum(local(tensor).nbytes for tensor in tensors.values()) + _MARGIN_BYTES
+        needed = sum(local(tensor).nbytes for tensor in tensors.values()) + len(control_state) + _MARGIN_BYTES
         total = int(self._ranks.sum([needed])[0]) + self._export_bytes()
         aside = self._dir.aside(step)
         final = self._dir.root / f"global_step_{step}"

@@ -9,6 +9,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of these tests: train_scripted, train_rank_work
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny tensors, and a machine that may be shared: more threads only wait for each other."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM

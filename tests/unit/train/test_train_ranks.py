@@ -1,6 +1,7 @@
 """Real trainer processes over gloo: gradients don't depend on ranks or micro-batches."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 WORKER = Path(__file__).with_name("train_rank_work.py")
 
@@ -39,20 +39,8 @@ def run_ranks(what: str, world_size: int, directory: Path, timeout_s: float = 10
 
 
 @pytest.fixture
-def directory(tmp_path):
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
+def directory(tmp_path, tiny_model):
+    shutil.copytree(tiny_model, tmp_path / "model")
     return tmp_path
 
 
@@ -67,3 +55,25 @@ def test_gradients_agree_on_one_and_two_ranks_packed_and_one_by_one(directory) -
         assert scale > 0, name
         for found in (one[name.replace("packed", "single")], two[name], two[name.replace("packed", "single")]):
             assert (found - expected).abs().max().item() <= 1e-5 * scale, name
+
+
+def test_a_checkpoint_of_two_ranks_resumes_on_two_and_on_one(directory) -> None:
+    assert run_ranks("save", 2, directory) == [0, 0]
+    assert run_ranks("resume", 2, directory) == [0, 0]
+    assert run_ranks("resume", 1, directory) == [0]
+    whole, two, one = (load_file(directory / f"{n}.safetensors") for n in ("whole", "resumed_2", "resumed_1"))
+    for name, expected in whole.items():
+        assert torch.equal(two[name], expected), name
+        torch.testing.assert_close(one[name], expected, atol=1e-6, rtol=1e-5)
+    exported = load_file(directory / "checkpoints" / "global_step_2" / "huggingface" / "model.safetensors")
+    assert exported.keys() == whole.keys()
+
+
+def test_a_rank_that_cannot_write_fails_the_save_for_all_and_nobody_hangs(directory) -> None:
+    assert run_ranks("save_fails", 2, directory) == [0, 0]
+    assert list((directory / "checkpoints").iterdir()) == []
+
+
+def test_the_other_rank_ends_when_one_dies(directory) -> None:
+    codes = run_ranks("one_dies", 2, directory, timeout_s=45)
+    assert all(code != 0 for code in codes)

@@ -3,16 +3,23 @@
 Each function stands for one rank; what it finds it writes to DIRECTORY as safetensors for the test to compare.
 """
 
+import resource
+import signal
 import sys
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from psrl.config.schema import Actor, Config, Data, Model, Optim, TrainActorRolloutRef
-from psrl.train.fsdp import whole
+from psrl.errors import CheckpointError
+from psrl.train.checkpoint import Checkpointer
+from psrl.train.checkpoint import load as load_checkpoint
+from psrl.train.checkpoint_dir import CheckpointDir
+from psrl.train.fsdp import whole, whole_weights
 from psrl.train.learner import Learner
 from psrl.train.model import load
 from psrl.train.packing import Plan, plan
@@ -81,7 +88,76 @@ def gradients(ranks: Ranks, directory: Path) -> None:
         save_file(found, directory / f"gradients_{ranks.world_size}.safetensors")
 
 
-WORK = {"gradients": gradients}
+def advance(learner: Learner, num_updates: int, first: int = 0) -> None:
+    """The same updates on any number of ranks."""
+    rows = make_rows()
+    lengths = [row.num_tokens for row in rows]
+    cut = plan(range(len(rows)), lengths, learner.ranks.world_size, 200)
+    for update in range(first, first + num_updates):
+        old, _ = learner.log_probs(rows, [cut])
+        advantages = {number: float((number + update) % 3 - 1) for number in range(len(rows))}
+        learner.update(rows, cut, old, advantages, 1e-3)
+
+
+def make_checkpointer(learner: Learner, directory: Path) -> Checkpointer:
+    return Checkpointer(
+        directory / "checkpoints",
+        learner,
+        base_model=directory / "model",
+        run_id="r",
+        num_kept=None,
+        dtype=torch.float32,
+    )
+
+
+def write_weights(learner: Learner, path: Path) -> None:
+    weights = dict(whole_weights(learner.model, torch.float32))
+    if learner.ranks.first:
+        save_file(weights, path)
+
+
+def save(ranks: Ranks, directory: Path) -> None:
+    """Two updates, a checkpoint, two more updates."""
+    learner = Learner(load(directory / "model"), make_config(directory), ranks)
+    advance(learner, 2)
+    make_checkpointer(learner, directory).save(2, b"state")
+    advance(learner, 2, first=2)
+    write_weights(learner, directory / "whole.safetensors")
+
+
+def resume(ranks: Ranks, directory: Path) -> None:
+    """The second half, from the checkpoint, on however many ranks there are."""
+    learner = Learner(load(directory / "model"), make_config(directory), ranks)
+    checkpoint = CheckpointDir(directory / "checkpoints").newest()
+    assert checkpoint is not None
+    load_checkpoint(checkpoint, learner)
+    advance(learner, 2, first=2)
+    write_weights(learner, directory / f"resumed_{ranks.world_size}.safetensors")
+
+
+def save_fails(ranks: Ranks, directory: Path) -> None:
+    """Rank 1 cannot write its shard: both ranks say so, nothing is left, and both go on."""
+    learner = Learner(load(directory / "model"), make_config(directory), ranks)
+    advance(learner, 1)
+    if ranks.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with pytest.raises(CheckpointError, match="rank 1"):
+        make_checkpointer(learner, directory).save(1, b"")
+    advance(learner, 1)
+    assert ranks.sum([1.0]) == [2.0]
+
+
+def one_dies(ranks: Ranks, directory: Path) -> None:
+    """Rank 1 ends by an error in its second update, while rank 0 waits for its gradients."""
+    learner = Learner(load(directory / "model"), make_config(directory), ranks)
+    advance(learner, 1)
+    if ranks.rank == 1:
+        raise MemoryError("no memory on rank 1")
+    advance(learner, 1)
+
+
+WORK = {function.__name__: function for function in (gradients, save, resume, save_fails, one_dies)}
 
 
 def main() -> None:
