@@ -24,7 +24,7 @@ class Phase(Enum):
     COMPLETE = auto()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """`offer` is the number of the last offer, -1 before the first."""
 

@@ -15,7 +15,7 @@ from psrl.staleness.events import Status
 from psrl.types import GroupId, Version
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
     """A group in a buffer. `versions` has, by sibling index, the version that the sibling was reserved under."""
 
