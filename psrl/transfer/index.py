@@ -48,6 +48,8 @@ class Index:
     ) -> tuple[tuple[Piece, ...], ...]:
         """For each key the records that hold its fields. Raises UnknownKey if anything asked for is not there."""
         rows = self._partitions.get(partition)
+        if not keys:
+            return ()
         if rows is None:
             raise UnknownKey(f"no partition {partition!r}; there are {sorted(self._partitions) or 'none'}")
         unknown = [key for key in keys if key not in rows]
