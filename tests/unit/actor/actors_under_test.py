@@ -38,10 +38,10 @@ class Break(msgspec.Struct, frozen=True, tag=True):
 
 
 class Occupy(msgspec.Struct, frozen=True, tag=True):
-    """Count once. `cut`: break the callers' connections this many times just before the answer."""
+    """Count once. `wait`: until the actor's `release`. `cut`: break the callers' connections just before the answer."""
 
-    seconds: float = 0.0
-    cut: int = 0
+    wait: bool = False
+    cut: bool = False
 
 
 class Large(msgspec.Struct, frozen=True, tag=True):
@@ -67,6 +67,7 @@ class Counter(Actor):
         self.num_sleeping = 0
         self.num_cancelled = 0
         self.num_large = 0
+        self.release = asyncio.Event()
         self.events: list[str] = []
 
     async def started(self) -> None:
@@ -103,7 +104,8 @@ class Counter(Actor):
         self.num_sleeping += 1
         self.total += 1
         total = self.total
-        await asyncio.sleep(message.seconds)
+        if message.wait:
+            await self.release.wait()
         self.num_sleeping -= 1
         if message.cut:
             cut_callers(self.runtime)

@@ -44,7 +44,7 @@ async def test_kill_9_fails_pending_calls_at_once_and_a_new_peer_is_found_again(
             runtime.watch(ref, reasons.append)
             assert await ref.add(Add(1)) == Added(1)
             calls = [asyncio.create_task(within(ref, 60).sleep(Sleep(60))) for _ in range(10)]
-            calls += [asyncio.create_task(within(ref, 60).occupy(Occupy(60))) for _ in range(10)]
+            calls += [asyncio.create_task(within(ref, 60).occupy(Occupy(wait=True))) for _ in range(10)]
             assert (await ref.add(Add(1))).total >= 2  # the calls before it are there
             process.kill()
             done, _ = await asyncio.wait(calls, timeout=10)
@@ -93,12 +93,14 @@ async def test_an_idempotent_call_over_broken_connections_counts_once(tmp_path: 
     async with pair(tmp_path) as (_, ref, counter):
         for count in range(1, 6):
             if moment == "before the answer":
-                assert await ref.occupy(Occupy(cut=1)) == Added(count)
+                assert await ref.occupy(Occupy(cut=True)) == Added(count)
             else:
-                call = asyncio.create_task(ref.occupy(Occupy(seconds=0.05)))
+                counter.release.clear()
+                call = asyncio.create_task(ref.occupy(Occupy(wait=True)))
                 for _ in range(3):
                     await until(lambda: counter.num_sleeping == 1 and bool(counter.runtime._inbound))
                     cut_callers(counter.runtime)
+                counter.release.set()
                 assert await call == Added(count)
         assert counter.total == 5
 
