@@ -3,342 +3,284 @@
 isort:skip_file
 PSRL's replica protocol: one multiplexed stream of generation, unary calls for control."""
 
-from collections import abc as _abc
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
-import builtins as _builtins
-import sys
-import typing as _typing
+import builtins
+import collections.abc
+import google.protobuf.descriptor
+import google.protobuf.internal.containers
+import google.protobuf.message
+import typing
 
-if sys.version_info >= (3, 11):
-    from typing import TypeAlias as _TypeAlias, Never as _Never
-else:
-    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
+DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
-DESCRIPTOR: _descriptor.FileDescriptor
+@typing.final
+class ClientFrame(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-@_typing.final
-class ClientFrame(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    GENERATE_FIELD_NUMBER: _builtins.int
-    ABORT_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def generate(self) -> Global___GenerateRequest: ...
-    @_builtins.property
-    def abort(self) -> Global___AbortRequest: ...
+    GENERATE_FIELD_NUMBER: builtins.int
+    ABORT_FIELD_NUMBER: builtins.int
+    @property
+    def generate(self) -> global___GenerateRequest: ...
+    @property
+    def abort(self) -> global___AbortRequest: ...
     def __init__(
         self,
         *,
-        generate: Global___GenerateRequest | None = ...,
-        abort: Global___AbortRequest | None = ...,
+        generate: global___GenerateRequest | None = ...,
+        abort: global___AbortRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "generate", b"generate", "kind", b"kind"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "generate", b"generate", "kind", b"kind"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["generate", "abort"]  # noqa: Y015
-    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "generate", b"generate", "kind", b"kind"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "generate", b"generate", "kind", b"kind"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["generate", "abort"] | None: ...
 
-Global___ClientFrame: _TypeAlias = ClientFrame  # noqa: Y015
+global___ClientFrame = ClientFrame
 
-@_typing.final
-class GenerateRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class GenerateRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    NUM_PREFIX_FIELD_NUMBER: _builtins.int
-    MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    TOP_P_FIELD_NUMBER: _builtins.int
-    TOP_K_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    PINNED_VERSION_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    token_ids: _builtins.bytes
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    NUM_PREFIX_FIELD_NUMBER: builtins.int
+    MAX_NEW_TOKENS_FIELD_NUMBER: builtins.int
+    TEMPERATURE_FIELD_NUMBER: builtins.int
+    TOP_P_FIELD_NUMBER: builtins.int
+    TOP_K_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    PINNED_VERSION_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    token_ids: builtins.bytes
     """int32 little-endian: prompt and any prefix already made"""
-    num_prefix: _builtins.int
+    num_prefix: builtins.int
     """how many of token_ids at the end were generated earlier (partial rollout)"""
-    max_new_tokens: _builtins.int
+    max_new_tokens: builtins.int
     """of this call, the prefix not counted"""
-    temperature: _builtins.float
-    top_p: _builtins.float
-    top_k: _builtins.int
-    seed: _builtins.int
-    pinned_version: _builtins.int
+    temperature: builtins.float
+    top_p: builtins.float
+    top_k: builtins.int
+    seed: builtins.int
+    pinned_version: builtins.int
     """refuse to make a token under any other"""
-    epoch: _builtins.int
-    @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    epoch: builtins.int
+    @property
+    def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        token_ids: _builtins.bytes = ...,
-        num_prefix: _builtins.int = ...,
-        max_new_tokens: _builtins.int = ...,
-        temperature: _builtins.float = ...,
-        top_p: _builtins.float = ...,
-        top_k: _builtins.int = ...,
-        seed: _builtins.int = ...,
-        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        pinned_version: _builtins.int | None = ...,
-        epoch: _builtins.int = ...,
+        request_id: builtins.str = ...,
+        token_ids: builtins.bytes = ...,
+        num_prefix: builtins.int = ...,
+        max_new_tokens: builtins.int = ...,
+        temperature: builtins.float = ...,
+        top_p: builtins.float = ...,
+        top_k: builtins.int = ...,
+        seed: builtins.int = ...,
+        stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        pinned_version: builtins.int | None = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_version", b"_pinned_version", "pinned_version", b"pinned_version"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_version", b"_pinned_version", "epoch", b"epoch", "max_new_tokens", b"max_new_tokens", "num_prefix", b"num_prefix", "pinned_version", b"pinned_version", "request_id", b"request_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__pinned_version: _TypeAlias = _typing.Literal["pinned_version"]  # noqa: Y015
-    _WhichOneofArgType__pinned_version: _TypeAlias = _typing.Literal["_pinned_version", b"_pinned_version"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__pinned_version) -> _WhichOneofReturnType__pinned_version | None: ...
+    def HasField(self, field_name: typing.Literal["_pinned_version", b"_pinned_version", "pinned_version", b"pinned_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_pinned_version", b"_pinned_version", "epoch", b"epoch", "max_new_tokens", b"max_new_tokens", "num_prefix", b"num_prefix", "pinned_version", b"pinned_version", "request_id", b"request_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_pinned_version", b"_pinned_version"]) -> typing.Literal["pinned_version"] | None: ...
 
-Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+global___GenerateRequest = GenerateRequest
 
-@_typing.final
-class AbortRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class AbortRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    REQUEST_IDS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    REQUEST_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def request_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
-        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        request_ids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_ids", b"request_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_ids", b"request_ids"]) -> None: ...
 
-Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
+global___AbortRequest = AbortRequest
 
-@_typing.final
-class ServerFrame(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ServerFrame(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DELTAS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delta]: ...
+    DELTAS_FIELD_NUMBER: builtins.int
+    @property
+    def deltas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Delta]: ...
     def __init__(
         self,
         *,
-        deltas: _abc.Iterable[Global___Delta] | None = ...,
+        deltas: collections.abc.Iterable[global___Delta] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deltas", b"deltas"]) -> None: ...
 
-Global___ServerFrame: _TypeAlias = ServerFrame  # noqa: Y015
+global___ServerFrame = ServerFrame
 
-@_typing.final
-class Delta(_message.Message):
+@typing.final
+class Delta(google.protobuf.message.Message):
     """Tokens of one request since the last delta, all made under `version`. The last delta has finish_reason."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    LOG_PROBS_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    FINISH_REASON_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
-    MIXED_CACHE_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    token_ids: _builtins.bytes
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    LOG_PROBS_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    FINISH_REASON_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    MIXED_CACHE_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    token_ids: builtins.bytes
     """int32 little-endian"""
-    log_probs: _builtins.bytes
+    log_probs: builtins.bytes
     """float32 little-endian, of the sampling distribution"""
-    version: _builtins.int
-    finish_reason: _builtins.str
+    version: builtins.int
+    finish_reason: builtins.str
     """"", stop, length, abort (another replica may go on), error (it would fail anywhere)"""
-    error: _builtins.str
-    mixed_cache: _builtins.bool
+    error: builtins.str
+    mixed_cache: builtins.bool
     """made over keys and values of older weights (Update with running = keep)"""
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        token_ids: _builtins.bytes = ...,
-        log_probs: _builtins.bytes = ...,
-        version: _builtins.int = ...,
-        finish_reason: _builtins.str = ...,
-        error: _builtins.str = ...,
-        mixed_cache: _builtins.bool = ...,
+        request_id: builtins.str = ...,
+        token_ids: builtins.bytes = ...,
+        log_probs: builtins.bytes = ...,
+        version: builtins.int = ...,
+        finish_reason: builtins.str = ...,
+        error: builtins.str = ...,
+        mixed_cache: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "log_probs", b"log_probs", "mixed_cache", b"mixed_cache", "request_id", b"request_id", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "finish_reason", b"finish_reason", "log_probs", b"log_probs", "mixed_cache", b"mixed_cache", "request_id", b"request_id", "token_ids", b"token_ids", "version", b"version"]) -> None: ...
 
-Global___Delta: _TypeAlias = Delta  # noqa: Y015
+global___Delta = Delta
 
-@_typing.final
-class PauseRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class PauseRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
+global___PauseRequest = PauseRequest
 
-@_typing.final
-class ResumeRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ResumeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+global___ResumeRequest = ResumeRequest
 
-@_typing.final
-class HealthRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class HealthRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HealthRequest: _TypeAlias = HealthRequest  # noqa: Y015
+global___HealthRequest = HealthRequest
 
-@_typing.final
-class LoadRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class LoadRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LoadRequest: _TypeAlias = LoadRequest  # noqa: Y015
+global___LoadRequest = LoadRequest
 
-@_typing.final
-class UpdateRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class UpdateRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    EPOCH_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    RUNNING_FIELD_NUMBER: _builtins.int
-    TIMEOUT_S_FIELD_NUMBER: _builtins.int
-    epoch: _builtins.int
-    version: _builtins.int
-    running: _builtins.str
+    EPOCH_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
+    TIMEOUT_S_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    version: builtins.int
+    running: builtins.str
     """recompute | keep | abort"""
-    timeout_s: _builtins.float
+    timeout_s: builtins.float
     def __init__(
         self,
         *,
-        epoch: _builtins.int = ...,
-        version: _builtins.int = ...,
-        running: _builtins.str = ...,
-        timeout_s: _builtins.float = ...,
+        epoch: builtins.int = ...,
+        version: builtins.int = ...,
+        running: builtins.str = ...,
+        timeout_s: builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "running", b"running", "timeout_s", b"timeout_s", "version", b"version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "running", b"running", "timeout_s", b"timeout_s", "version", b"version"]) -> None: ...
 
-Global___UpdateRequest: _TypeAlias = UpdateRequest  # noqa: Y015
+global___UpdateRequest = UpdateRequest
 
-@_typing.final
-class StateReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class StateReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    VERSION_FIELD_NUMBER: _builtins.int
-    PAUSED_FIELD_NUMBER: _builtins.int
-    PAUSE_S_FIELD_NUMBER: _builtins.int
-    TRANSFER_S_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    FAILURE_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
-    paused: _builtins.bool
-    pause_s: _builtins.float
+    VERSION_FIELD_NUMBER: builtins.int
+    PAUSED_FIELD_NUMBER: builtins.int
+    PAUSE_S_FIELD_NUMBER: builtins.int
+    TRANSFER_S_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    paused: builtins.bool
+    pause_s: builtins.float
     """Update: how long generation stood still"""
-    transfer_s: _builtins.float
+    transfer_s: builtins.float
     """Update: of which copying"""
-    num_bytes: _builtins.int
-    epoch: _builtins.int
-    failure: _builtins.str
+    num_bytes: builtins.int
+    epoch: builtins.int
+    failure: builtins.str
     """not empty: serves nothing (weights half loaded, or still loading), in words"""
     def __init__(
         self,
         *,
-        version: _builtins.int = ...,
-        paused: _builtins.bool = ...,
-        pause_s: _builtins.float = ...,
-        transfer_s: _builtins.float = ...,
-        num_bytes: _builtins.int = ...,
-        epoch: _builtins.int = ...,
-        failure: _builtins.str = ...,
+        version: builtins.int = ...,
+        paused: builtins.bool = ...,
+        pause_s: builtins.float = ...,
+        transfer_s: builtins.float = ...,
+        num_bytes: builtins.int = ...,
+        epoch: builtins.int = ...,
+        failure: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "failure", b"failure", "num_bytes", b"num_bytes", "pause_s", b"pause_s", "paused", b"paused", "transfer_s", b"transfer_s", "version", b"version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "failure", b"failure", "num_bytes", b"num_bytes", "pause_s", b"pause_s", "paused", b"paused", "transfer_s", b"transfer_s", "version", b"version"]) -> None: ...
 
-Global___StateReply: _TypeAlias = StateReply  # noqa: Y015
+global___StateReply = StateReply
 
-@_typing.final
-class LoadReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class LoadReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    VERSION_FIELD_NUMBER: _builtins.int
-    NUM_RUNNING_FIELD_NUMBER: _builtins.int
-    NUM_WAITING_FIELD_NUMBER: _builtins.int
-    NUM_GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
-    BUSY_S_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
-    num_running: _builtins.int
-    num_waiting: _builtins.int
-    num_generated_tokens: _builtins.int
-    busy_s: _builtins.float
+    VERSION_FIELD_NUMBER: builtins.int
+    NUM_RUNNING_FIELD_NUMBER: builtins.int
+    NUM_WAITING_FIELD_NUMBER: builtins.int
+    NUM_GENERATED_TOKENS_FIELD_NUMBER: builtins.int
+    BUSY_S_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    num_running: builtins.int
+    num_waiting: builtins.int
+    num_generated_tokens: builtins.int
+    busy_s: builtins.float
     def __init__(
         self,
         *,
-        version: _builtins.int = ...,
-        num_running: _builtins.int = ...,
-        num_waiting: _builtins.int = ...,
-        num_generated_tokens: _builtins.int = ...,
-        busy_s: _builtins.float = ...,
+        version: builtins.int = ...,
+        num_running: builtins.int = ...,
+        num_waiting: builtins.int = ...,
+        num_generated_tokens: builtins.int = ...,
+        busy_s: builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "num_generated_tokens", b"num_generated_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "version", b"version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_s", b"busy_s", "num_generated_tokens", b"num_generated_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "version", b"version"]) -> None: ...
 
-Global___LoadReply: _TypeAlias = LoadReply  # noqa: Y015
+global___LoadReply = LoadReply

@@ -5,7 +5,7 @@ import warnings
 
 from psrl.rollout import replica_pb2 as psrl_dot_rollout_dot_replica__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.70.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in psrl/rollout/replica_pb2_grpc.py depends on'
+        + f' but the generated code in psrl/rollout/replica_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class ReplicaStub:
+class ReplicaStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -66,7 +66,7 @@ class ReplicaStub:
                 _registered_method=True)
 
 
-class ReplicaServicer:
+class ReplicaServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Stream(self, request_iterator, context):
@@ -149,7 +149,7 @@ def add_ReplicaServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Replica:
+class Replica(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_CHUNK_ELEMENTS = 1 << 22  # of logits at a time: bounds the float64 cumulative sums to 32 MiB
+# Logits at a time: bounds the float64 cumulative sums to 32 MiB on the host, 512 MiB on a GPU.
+_CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 class SamplingRows:
@@ -38,15 +39,13 @@ class SamplingRows:
 def sample(logits_BV: torch.Tensor, rows: SamplingRows) -> tuple[list[int], list[float]]:
     """Token ids and log-probs of B rows. A row whose logits are not finite (NaN, +inf, all -inf) has log-prob NaN."""
     num_rows, num_tokens = logits_BV.shape
-    chunk = max(1, _CHUNK_ELEMENTS // num_tokens)
-    tokens: list[int] = []
-    log_probs: list[float] = []
-    for start in range(0, num_rows, chunk):
-        part = slice(start, start + chunk)
-        token_B, log_prob_B = _sample(logits_BV[part], rows[part])
-        tokens += token_B.tolist()
-        log_probs += log_prob_B.tolist()
-    return tokens, log_probs
+    chunk = max(1, _CHUNK_ELEMENTS.get(logits_BV.device.type, 1 << 22) // num_tokens)
+    parts = [slice(start, start + chunk) for start in range(0, num_rows, chunk)]
+    drawn = [_sample(logits_BV[part], rows[part]) for part in parts]
+    # One wait for the device: everything before it is only queued there.
+    both = torch.cat([torch.stack([token_B.double(), log_prob_B.double()]) for token_B, log_prob_B in drawn], dim=1)
+    tokens, log_probs = both.tolist()
+    return [int(token) for token in tokens], log_probs
 
 
 def _sample(logits_BV: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
