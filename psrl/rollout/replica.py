@@ -150,6 +150,8 @@ class _ReplicaService(ReplicaServicer):  # type: ignore[misc]  # generated witho
         try:
             async for frame in stream.frames():
                 yield frame
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             reader.cancel()
             del self._streams[stream.prefix]

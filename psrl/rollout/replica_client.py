@@ -7,6 +7,7 @@ from one event loop.
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -40,7 +41,9 @@ class ReplicaClient:
         self._stream: Any = None
         self._tasks: list[asyncio.Task[None]] = []
         self._outbox: asyncio.Queue[pb.ClientFrame] = asyncio.Queue()
-        self._inboxes: dict[str, asyncio.Queue[pb.Delta | ActorError]] = {}
+        self._inboxes: dict[str, asyncio.Queue[pb.Delta | ActorError]] = {}  # by the id on the wire
+        self._wire_ids: dict[str, str] = {}  # of running requests, by the caller's id
+        self._numbers = itertools.count()
         self._broken: str | None = None
 
     async def generate(self, request: pb.GenerateRequest, timeout_s: float = 86_400.0) -> AsyncIterator[pb.Delta]:
@@ -49,13 +52,17 @@ class ReplicaClient:
         name = request.request_id
         if self._broken is not None:
             raise ActorDied(self._broken)
-        if name in self._inboxes:
+        if name in self._wire_ids:
             raise EngineError(f"request {name} is running already")
+        # An id of its own for each dispatch: deltas still under way for an abandoned one must not be taken for ours.
+        wire_id = f"{name}#{next(self._numbers)}"
         frame = pb.ClientFrame(generate=request)
+        frame.generate.request_id = wire_id
         if frame.ByteSize() > self._max_message_bytes:
             raise EngineError(f"request {name} has {frame.ByteSize()} bytes, the limit is {self._max_message_bytes}")
         inbox: asyncio.Queue[pb.Delta | ActorError] = asyncio.Queue()
-        self._inboxes[name] = inbox
+        self._inboxes[wire_id] = inbox
+        self._wire_ids[name] = wire_id
         timer = asyncio.get_running_loop().call_later(
             timeout_s, inbox.put_nowait, CallTimeout(f"{self.address}: {name} did not finish within {timeout_s} s")
         )
@@ -68,18 +75,20 @@ class ReplicaClient:
                 if isinstance(item, ActorError):
                     raise item
                 finished = bool(item.finish_reason)
+                item.request_id = name
                 yield item
         finally:
             timer.cancel()
-            del self._inboxes[name]
+            del self._inboxes[wire_id], self._wire_ids[name]
             if not finished and self._broken is None:
-                self._outbox.put_nowait(pb.ClientFrame(abort=pb.AbortRequest(request_ids=[name])))
+                self._outbox.put_nowait(pb.ClientFrame(abort=pb.AbortRequest(request_ids=[wire_id])))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Their generations end with finish reason abort. Unknown ids are ignored; on a broken stream nothing runs
         any more."""
-        if self._stream is not None and self._broken is None:
-            self._outbox.put_nowait(pb.ClientFrame(abort=pb.AbortRequest(request_ids=request_ids)))
+        wire_ids = [self._wire_ids[name] for name in request_ids if name in self._wire_ids]
+        if wire_ids and self._broken is None:
+            self._outbox.put_nowait(pb.ClientFrame(abort=pb.AbortRequest(request_ids=wire_ids)))
 
     async def update(self, *, epoch: Epoch, version: Version, running: str, timeout_s: float) -> pb.StateReply:
         """Have the replica serve `version` or newer. RemoteError says why it could not; its old weights then stay."""

@@ -31,16 +31,21 @@ class ReplicaStream:
         self._ready: list[pb.Delta] = []
         self._changed = asyncio.Event()
         self._half_closed = False
+        self._error: Exception | None = None
 
     async def read(self, frames: AsyncIterator[pb.ClientFrame]) -> None:
         """Follow the client's frames to their end; after that the stream ends with its last request."""
-        async for frame in frames:
-            if frame.HasField("generate"):
-                self._submit(frame.generate)
-            elif frame.HasField("abort"):
-                self._sink.abort([self.prefix + name for name in frame.abort.request_ids])
-        self._half_closed = True
-        self._changed.set()
+        try:
+            async for frame in frames:
+                if frame.HasField("generate"):
+                    self._submit(frame.generate)
+                elif frame.HasField("abort"):
+                    self._sink.abort([self.prefix + name for name in frame.abort.request_ids])
+        except Exception as error:
+            self._error = error
+        finally:
+            self._half_closed = True
+            self._changed.set()
 
     def _submit(self, request: pb.GenerateRequest) -> None:
         name = self.prefix + request.request_id
@@ -70,10 +75,12 @@ class ReplicaStream:
         self._changed.set()
 
     async def frames(self) -> AsyncIterator[pb.ServerFrame]:
-        """All deltas that are ready at a time, in frames of at most max_frame_bytes."""
+        """All deltas that are ready at a time, in frames of at most max_frame_bytes. Raises what `read` met."""
         while True:
             await self._changed.wait()
             self._changed.clear()
+            if self._error is not None:
+                raise self._error
             deltas, self._ready = self._ready, []
             start = size = 0
             for index, delta in enumerate(deltas):

@@ -106,14 +106,27 @@ class EngineThread:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(command())
+                result = command()
             except BaseException as error:
+                self._load = self._engine.load()
                 future.set_exception(error)
+            else:
+                self._load = self._engine.load()  # before the answer: whoever gets it sees its effect
+                future.set_result(result)
 
         self._send(answer)
         return future
 
     def _run(self) -> None:
+        try:
+            self._drive()
+        except BaseException as error:  # a bug of ours: nobody may wait for a thread that is gone
+            logger.exception("the engine's thread failed")
+            with self._changed:
+                self._closing = True
+            self._give_up(f"the engine's thread failed: {type(error).__name__}: {error}")
+
+    def _drive(self) -> None:
         flushed = time.perf_counter()
         failed_steps = 0
         while True:
@@ -138,7 +151,7 @@ class EngineThread:
             if closing:
                 return
             if failed_steps >= MAX_FAILED_STEPS:
-                self._give_up()
+                self._give_up(f"the engine failed {MAX_FAILED_STEPS} steps in a row")
                 failed_steps = 0
 
     def _can_step(self) -> bool:
@@ -153,8 +166,7 @@ class EngineThread:
             return False
         return True
 
-    def _give_up(self) -> None:
-        text = f"the engine failed {MAX_FAILED_STEPS} steps in a row"
+    def _give_up(self, text: str) -> None:
         self._engine.distrust_weights(text)
         self._load = self._engine.load()
         self._sink(self._engine.drain())

@@ -284,6 +284,33 @@ async def test_a_client_that_leaves_stops_its_requests(serve: Any) -> None:
             await generate(other, wire("a", [1]))
 
 
+async def test_a_name_may_be_used_again_at_once(serve: Any) -> None:
+    async with serve() as served:
+        for round_ in range(20):
+            async with contextlib.aclosing(served.client.generate(wire("a", [1], max_new_tokens=250))) as stream:
+                if round_ % 2:
+                    await anext(stream)
+        answer = await generate(served.client, wire("a", [1], max_new_tokens=30, seed=4))
+        assert answer.tokens == (await generate(served.client, wire("b", [1], max_new_tokens=30, seed=4))).tokens
+        first = asyncio.create_task(generate(served.client, wire("c", [1], max_new_tokens=100)))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="running already"):
+            await generate(served.client, wire("c", [1]))
+        assert len((await first).tokens) == 100
+
+
+async def test_a_stream_that_breaks_the_protocol_ends_with_a_reason(serve: Any) -> None:
+    async with serve() as served:
+        other = ReplicaClient(served.address)
+        running = asyncio.create_task(generate(other, wire("a", [1], max_new_tokens=250)))
+        await asyncio.sleep(0.05)
+        await other._stream.write(pb.ClientFrame(generate=wire("a#0", [1])))
+        with pytest.raises(ActorDied, match="running already"):
+            await running
+        await other.close()
+        assert len((await generate(served.client, wire("b", [1]))).tokens) == 8
+
+
 async def test_two_clients_may_use_the_same_names(serve: Any) -> None:
     async with serve() as served:
         other = ReplicaClient(served.address)
