@@ -61,6 +61,8 @@ class BlockingRuntime:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout_s)
+        except concurrent.futures.CancelledError:
+            raise ActorDied(f"runtime {self.runtime.name} closed during the call") from None
         except TimeoutError:
             if future.done():
                 raise  # the coroutine's own

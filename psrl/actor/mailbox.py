@@ -48,9 +48,9 @@ class Job:
             self.outcome.set_result(outcome)
 
     def stop(self, error: ActorError) -> None:
-        """Answer with `error` now and cancel the handler."""
+        """Answer with `error` now and cancel the handler, once: its own cleaning up is not disturbed."""
         self.finish(error)
-        if self.task is not None:
+        if self.task is not None and not self.task.cancelling():
             self.task.cancel()
 
     def _expire(self, actor: str) -> None:

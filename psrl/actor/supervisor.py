@@ -35,6 +35,7 @@ class Supervisor:
         self._watchers: list[Callable[[str], None]] = []
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._handling: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._was_started = False
         self._host = asyncio.get_running_loop().create_task(self._run(), name=f"actor {name}")
@@ -61,18 +62,18 @@ class Supervisor:
         self._end(f"actor {self.name} ended: {reason}", None)
         done, _ = await asyncio.wait({self._host}, timeout=timeout_s)
         if not done:
-            stuck = ", ".join(sorted(task.get_name() for task in self._tasks)) or "stopped()"
+            stuck = ", ".join(sorted(task.get_name() for task in self._tasks | self._handling)) or "stopped()"
             _log.error("actor %s did not stop in %g s; still running: %s", self.name, timeout_s, stuck)
             self._host.cancel()
 
     async def _run(self) -> None:
+        if self.ended is not None:
+            return
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 self.own(self._start(), "started")
                 await self._stopping.wait()
-                for task in list(self._tasks):
-                    task.cancel()
         except* Exception:
             pass  # _task_done has reported the first one
         if self._was_started:
@@ -93,8 +94,8 @@ class Supervisor:
     def _start_handler(self, job: Job) -> asyncio.Task[None]:
         assert self._group is not None
         task = self._group.create_task(self._handle(job), name=f"{self.name}.{job.handler.name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
+        self._handling.add(task)
+        task.add_done_callback(self._handling.discard)
         return task
 
     async def _handle(self, job: Job) -> None:
@@ -123,7 +124,9 @@ class Supervisor:
             return
         self.ended = reason
         self._stopping.set()
-        self.mailbox.close(reason)
+        self.mailbox.close(reason)  # cancels the handlers
+        for task in list(self._tasks):
+            task.cancel()
         self._on_end(self, error)
         watchers, self._watchers = self._watchers, []
         for callback in watchers:

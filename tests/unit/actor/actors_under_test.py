@@ -93,6 +93,7 @@ class Counter(Actor):
         try:
             await asyncio.sleep(message.seconds)
         except asyncio.CancelledError:
+            await asyncio.sleep(0.01)  # cleaning up may take a while
             self.num_cancelled += 1
             raise
         finally:

@@ -156,7 +156,7 @@ async def test_an_error_in_an_owned_task_ends_the_actor_by_name(reach) -> None:
         late: list[str] = []
         runtime_of(ref).watch(ref, late.append)
         await until(lambda: len(late) == 1)
-        assert counter.events == ["started", "stopped"]
+        await until(lambda: counter.events == ["started", "stopped"])
 
 
 async def test_an_error_in_started_ends_the_actor_by_name(reach) -> None:

@@ -129,6 +129,11 @@ def test_a_blocking_runtime_answers_while_its_thread_computes(tmp_path: Path) ->
 
         with pytest.raises(RuntimeError, match="would wait for its own thread"):
             blocking.call(call_itself(), timeout_s=5)
+        timer = threading.Timer(0.05, blocking.close)
+        timer.start()
+        with pytest.raises(ActorDied, match="runtime trainer closed"):
+            blocking.call(ref.sleep(Sleep(60)), timeout_s=30)
+        timer.join()
     assert not [thread for thread in threading.enumerate() if thread.name == "runtime trainer"]
     assert not (tmp_path / "s").exists()
     with pytest.raises(ActorDied, match="does not run"):
