@@ -64,8 +64,11 @@ class ReplicaSettings(msgspec.Struct, frozen=True):
 
 def torch_engine(settings: ReplicaSettings) -> Engine:
     """Blocking: loads the model. ConfigError if it cannot be served."""
+    from transformers.utils import logging as transformers_logging
+
     from psrl.rollout.engine.torch_engine import TorchEngine, TorchEngineSettings
 
+    transformers_logging.disable_progress_bar()  # logs are read later, line by line
     return TorchEngine.from_pretrained(
         settings.model_path,
         TorchEngineSettings(
