@@ -69,7 +69,7 @@ def test_memory_grows_with_the_chunk_not_with_tokens_times_vocabulary() -> None:
     torch.cuda.reset_peak_memory_stats()
     log_probs, _ = token_log_probs(hidden, weight, None, targets)
     log_probs.sum().backward()
-    assert torch.cuda.max_memory_allocated() < 2 << 30  # the whole matrix in float32 has 9 GiB
+    assert torch.cuda.max_memory_allocated() < 4 << 30  # the whole matrix in float32 has 9 GiB
     assert hidden.grad is not None
 
 
