@@ -102,11 +102,10 @@ def _run_config(options: argparse.Namespace) -> int:
     if options.cfg:
         sys.stdout.write(describe(loaded))
         return OK
-    if problems := _preflight(loaded):
-        raise ConfigError(*problems)
+    from psrl.launch.plan import make_plan
     from psrl.launch.wiring import run
 
-    return run(loaded)
+    return run(loaded, make_plan(loaded.config))
 
 
 def describe(loaded: Loaded) -> str:
@@ -117,20 +116,15 @@ def describe(loaded: Loaded) -> str:
     return "".join([f"# {loaded.source}\n", *notes]) + to_yaml(loaded.config, loaded.origins)
 
 
-def _preflight(loaded: Loaded) -> list[str]:
-    from psrl.launch.preflight import preflight
-
-    return preflight(loaded.config)
-
-
 def _check(options: argparse.Namespace) -> int:
     """Go through everything without starting anything; say all problems, then what became of foreign keys."""
     from psrl.config.aliases import ALIASES
+    from psrl.launch.plan import make_plan
 
     loaded, problems = None, []
     try:
         loaded = load(options.config, options.overrides)
-        problems = _preflight(loaded)
+        make_plan(loaded.config)
     except ConfigError as error:
         problems = list(error.problems)
     notes = loaded.notes if loaded else ()

@@ -39,7 +39,8 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
 
 def manifest_of(model_dir: Path, dtype: str) -> Manifest:
-    """The weights of the model as they are published in `dtype`. Tied output heads stand once, under the embedding's name.
+    """The weights of the model as they are published in `dtype`. Tied output heads stand once, under the embedding's
+    name.
 
     Raises ConfigError if there are no safetensors files or one is damaged.
     """
@@ -54,7 +55,9 @@ def manifest_of(model_dir: Path, dtype: str) -> Manifest:
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of the model. Raises ConfigError if there are none or the index names one that is missing."""
+    """The safetensors files of the model. Raises ConfigError if there are none or the index names one that is
+    missing.
+    """
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
         try:

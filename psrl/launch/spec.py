@@ -21,8 +21,10 @@ class RunSpec(msgspec.Struct, frozen=True):
     epoch: Epoch
     initial_version: Version  # of the weights that training starts from: 0, or the checkpoint's
     resume_from: str | None  # a checkpoint folder
+    total_steps: int  # of the run, whatever was done before
     manifest: bytes  # of the published weights (`psrl.weights.manifest.Manifest`)
     device: str  # cpu or cuda
+    master_port: int  # of torch.distributed
 
     @property
     def segments_socket(self) -> str:

@@ -1,1 +1,3 @@
-"""Generation: engines in replica processes, the gateway that feeds them, the coordinator that syncs them, agent loops."""
+"""Generation: engines in replica processes, the gateway that feeds them, the coordinator that syncs them, agent
+loops.
+"""

@@ -1,7 +1,7 @@
 """Agent loops: how one trajectory comes to be. An agent loop asks for generation and adds what its environment says.
 
-`SingleTurn` generates once. A tool or environment loop is another class with the same `run`; the worker does not learn its name.
-What is trained on is what was generated: tokens are never decoded and encoded again.
+`SingleTurn` generates once. A tool or environment loop is another class with the same `run`; the worker does not learn
+its name. What is trained on is what was generated: tokens are never decoded and encoded again.
 """
 
 from collections.abc import Awaitable, Callable
@@ -59,7 +59,8 @@ def rollout_of(generated: Generated) -> Rollout:
     )
     if not len(response_ids) == len(log_probs) == len(versions):
         raise EngineError(
-            f"{generated.trajectory.key}: {len(response_ids)} tokens, {len(log_probs)} log-probs, {len(versions)} versions"
+            f"{generated.trajectory.key}: {len(response_ids)} tokens, {len(log_probs)} log-probs, "
+            f"{len(versions)} versions"
         )
     if not np.isfinite(log_probs).all():
         raise EngineError(f"{generated.trajectory.key}: a log-prob is not finite")

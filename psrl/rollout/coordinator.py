@@ -1,8 +1,9 @@
 """The rollout coordinator: knows all replicas, decides when each pulls a new version, never what is admitted.
 
-Life of a replica here: registered (by its process, when its server is up) -> pulls the newest version -> routed to by the
-gateway -> held, pulls, routed to again for each sync -> lost (its process ended). A replica that failed a sync serves nothing
-until a later sync succeeds; each replica resumes only after its own confirmation, so a slow one holds up no other.
+Life of a replica here: registered (by its process, when its server is up) -> pulls the newest version -> routed to by
+the gateway -> held, pulls, routed to again for each sync -> lost (its process ended). A replica that failed a sync serves
+nothing until a later sync succeeds; each replica resumes only after its own confirmation, so a slow one holds up no
+other.
 """
 
 import asyncio
@@ -33,8 +34,9 @@ MAX_FAILED_SYNCS = 5  # of one replica in a row; then the run ends by name
 
 
 class _Replica:
-    def __init__(self, name: str, address: str, version: Version, max_num_seqs: int) -> None:
-        self.name, self.address, self.version, self.max_num_seqs = name, address, version, max_num_seqs
+    def __init__(self, name: str, address: str, max_num_seqs: int) -> None:
+        self.name, self.address, self.max_num_seqs = name, address, max_num_seqs
+        self.version = Version(-1)  # what it says of itself counts once a sync has confirmed it
         self.client = ReplicaClient(address)
         self.sync: asyncio.Task[None] | None = None
         self.num_failed_syncs = 0
@@ -80,7 +82,7 @@ class RolloutCoordinator(Actor):
             return Ack()
         if known is not None:
             await self._lose(known, "registered again at another address")
-        self._replicas[message.name] = _Replica(message.name, message.address, message.version, message.max_num_seqs)
+        self._replicas[message.name] = _Replica(message.name, message.address, message.max_num_seqs)
         self._wake.set()
         return Ack()
 

@@ -1,7 +1,7 @@
 """One trajectory's generation as the gateway sees it: what was streamed so far, over however many replicas.
 
-Tokens, log-probs and the version of each token grow together; a request that goes through selection again keeps them as its
-prefix. The token budget is counted here alone, so that a resumed request never exceeds it.
+Tokens, log-probs and the version of each token grow together; a request that goes through selection again keeps them
+as its prefix. The token budget is counted here alone, so that a resumed request never exceeds it.
 """
 
 from psrl.errors import EngineError

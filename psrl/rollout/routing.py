@@ -1,7 +1,7 @@
 """Which replica serves a request: pure decisions over a snapshot.
 
-Selection is version-eligible first (a pinned request needs exactly its version; any other is admitted by PSManager at the
-replica's version), then by capacity, then by policy. A new policy is one class here and one line in `policy_named`.
+Selection is version-eligible first (a pinned request needs exactly its version; any other is admitted by PSManager at
+the replica's version), then by capacity, then by policy. A new policy is one class here and one line in `policy_named`.
 """
 
 from collections.abc import Sequence

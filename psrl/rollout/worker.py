@@ -1,8 +1,8 @@
 """The agent loop worker: pulls groups from PSManager and runs their trajectories.
 
-One trajectory's way: agent loop (generation through the gateway) -> row on the queue -> score -> score fields on the row ->
-`Complete`. So what PSManager has counted is on the queue. A trajectory that cannot be finished is tried again up to
-`retry_limit` times, then failed by name; a failure is never a score of 0.
+One trajectory's way: agent loop (generation through the gateway) -> row on the queue -> score -> score fields on the
+row -> `Complete`. So what PSManager has counted is on the queue. A trajectory that cannot be finished is tried again up
+to `retry_limit` times, then failed by name; a failure is never a score of 0.
 """
 
 import asyncio
@@ -192,7 +192,7 @@ def row_fields(prompt_ids: bytes, rollout: Rollout) -> dict[str, np.ndarray]:
 
 
 def trajectory_seed(run_seed: int, trajectory: TrajectoryId) -> int:
-    """A seed of 63 bits that depends on nothing but the run's seed and the trajectory's place, so that a run can be repeated."""
+    """63 bits that depend on nothing but the run's seed and the trajectory's place, so that a run can be repeated."""
     state = run_seed & _MASK
     for part in (trajectory.group, trajectory.index, 0 if trajectory.purpose == "train" else 1):
         state = _mix((state ^ part) + 0x9E3779B97F4A7C15)

@@ -15,6 +15,7 @@ from psrl.rollout.coordinator import RolloutCoordinator
 from psrl.rollout.gateway import RolloutGateway
 from psrl.rollout.messages import AbortTrajectories, GetRolloutView, GetSyncView, ReplicaLost, VersionPublished
 from psrl.rollout.routing import policy_named
+from psrl.train.checkpoint_dir import Checkpoint
 from psrl.transfer import QueueController, ReleaseClient, StorageActor, TransferQueue
 from psrl.transfer.segments import SegmentSource
 from psrl.types import Epoch, GroupId, TrajectoryId, Version
@@ -42,13 +43,13 @@ class Node(Actor):
         manager: PSManager,
         gateway: RolloutGateway,
         coordinator: RolloutCoordinator,
-        storage: StorageActor,
+        controller: QueueController,
         weights: WeightStore,
     ) -> None:
         self._manager = manager
         self._gateway = gateway
         self._coordinator = coordinator
-        self._storage = storage
+        self._controller = controller
         self._weights = weights
         self._num_lost: dict[str, int] = {}
 
@@ -60,7 +61,7 @@ class Node(Actor):
             self._weights.release_client(message.name)
             await self._coordinator.replica_lost(ReplicaLost(message.name, message.reason))
         elif message.role == "agent":
-            await self._storage.release_client(ReleaseClient(message.name))
+            await self._controller.release_client(ReleaseClient(message.name))
             await self._manager.worker_lost(WorkerLost(message.name, message.reason))
         return Ack()
 
@@ -92,7 +93,9 @@ class Node(Actor):
 
 
 class HeadEffects:
-    """What PSManager's decisions do to the layers above it. Nothing is decided before `connect`: no version is published."""
+    """What PSManager's decisions do to the layers above it. Nothing is decided before `connect`: no version is
+    published.
+    """
 
     def __init__(self, weights: WeightStore, queue: TransferQueue) -> None:
         self._weights = weights
@@ -128,7 +131,7 @@ async def run(spec: RunSpec, name: str) -> None:
     logger.info("validation data: %s", validation.describe())
     state = None
     if spec.resume_from is not None:
-        state = ControlState.decode(read_control_state(Path(spec.resume_from)))
+        state = ControlState.decode(Checkpoint.open(Path(spec.resume_from)).control_state())
     settings = ControlSettings.from_config(
         config,
         num_rows=len(train),
@@ -174,5 +177,5 @@ async def run(spec: RunSpec, name: str) -> None:
             ),
         )
         effects.connect(gateway, gateway_actor, coordinator)
-        runtime.spawn(NODE, Node(manager, gateway, coordinator, storage, weights))
+        runtime.spawn(NODE, Node(manager, gateway, coordinator, controller, weights))
         await raise_when_failed(runtime)

@@ -1,0 +1,183 @@
+"""From a configuration to a RunSpec: what is decided, and what can be refused, before a process of the run starts."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from psrl.config.schema import Config
+from psrl.control import ControlState, TrajectoryLog, total_steps
+from psrl.data import ChatTokenizer, PromptDataset
+from psrl.errors import ConfigError, DataError, PsrlError
+from psrl.launch.model_files import manifest_of, max_positions, read_config
+from psrl.launch.ports import free_ports
+from psrl.launch.preflight import machine_problems
+from psrl.launch.spec import RunSpec
+from psrl.reward.plan import RewardPlan
+from psrl.reward.process import verify
+from psrl.train.checkpoint_dir import resume_point
+from psrl.transfer.capacity import QueueLoad, QueuePlan, plan_queue
+from psrl.types import Epoch, Version
+from psrl.weights.manifest import Manifest
+from psrl.weights.store import WeightStore
+
+CHECKPOINTS = "checkpoints"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs, found without starting anything."""
+
+    manifest: Manifest
+    queue: QueuePlan
+    total_steps: int
+    device: str
+    dataset: str  # one line on the training data
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.queue.arena_bytes + WeightStore.required_bytes(self.manifest.total_bytes)
+
+
+def make_plan(config: Config) -> Plan:
+    """Check files, model, data, rewards, memory, ports. Raises ConfigError with all problems at once."""
+    problems: list[str] = []
+    device = accelerator()
+    manifest = _try(
+        problems, lambda: manifest_of(Path(config.train_actor_rollout_ref.model.path), dtype(config, device))
+    )
+    problems += _length_problems(config)
+    tokenizer = _try(
+        problems,
+        lambda: ChatTokenizer.load(config.train_actor_rollout_ref.model.path, config.data.apply_chat_template_kwargs),
+    )
+    rewards = _try(problems, lambda: _checked_rewards(config))
+    train = validation = None
+    if tokenizer is not None:
+        train = _try(problems, lambda: _train_data(config, tokenizer))
+        validation = _try(problems, lambda: _validation_data(config, tokenizer))
+    if rewards is not None and train is not None and validation is not None:
+        sources = train.data_sources | validation.data_sources
+        _try(problems, lambda: rewards.check_data_sources(sources))
+    num_validation = len(validation) if validation is not None else 0
+    queue = _try(problems, lambda: _queue_plan(config, num_validation))
+    plan = None
+    if manifest is not None and queue is not None and train is not None:
+        plan = Plan(manifest, queue, total_steps(config, len(train)), device, train.describe())
+    problems += machine_problems(
+        config,
+        shared_bytes=plan.shared_bytes if plan is not None else None,
+        disk_bytes=_disk_bytes(config, manifest),
+    )
+    if problems or plan is None:
+        raise ConfigError(*dict.fromkeys(problems))  # a missing directory is said once, whoever needed it
+    return plan
+
+
+def make_spec(config: Config, plan: Plan, run_dir: Path, socket_dir: Path) -> RunSpec:
+    """Choose where to start from and number this attempt. Raises ConfigError if the checkpoint asked for is no good."""
+    checkpoint = resume_point(run_dir / CHECKPOINTS, config.trainer.resume_mode, config.trainer.resume_from_path)
+    log = TrajectoryLog(run_dir)
+    log.close()
+    initial = 0
+    if checkpoint is not None:
+        initial = ControlState.decode(checkpoint.control_state()).version
+    return RunSpec(
+        config=config,
+        run_dir=str(run_dir),
+        socket_dir=str(socket_dir),
+        attempt=log.attempt,
+        epoch=Epoch(log.attempt),
+        initial_version=Version(initial),
+        resume_from=str(checkpoint.path.absolute()) if checkpoint is not None else None,
+        total_steps=plan.total_steps,
+        manifest=plan.manifest.encode(),
+        device=plan.device,
+        master_port=config.psrl.deployment.master_port or free_ports(1)[0],
+    )
+
+
+def accelerator() -> str:
+    """cuda if this machine shows an NVIDIA device to this process, else cpu. Without torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "cuda" if visible != "" and any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+
+
+def dtype(config: Config, device: str) -> str:
+    """In what dtype weights are published: the engine's."""
+    asked = config.gen_actor_rollout_ref.rollout.dtype
+    return asked if asked != "auto" else ("bfloat16" if device == "cuda" else "float32")
+
+
+def _train_data(config: Config, tokenizer: ChatTokenizer) -> PromptDataset:
+    train = PromptDataset.load(config.data.train_files, config.data, tokenizer, config.data.train_max_samples)
+    train.require(config.data.train_batch_size)
+    return train
+
+
+def _validation_data(config: Config, tokenizer: ChatTokenizer) -> PromptDataset:
+    validation = PromptDataset.load(config.data.val_files, config.data, tokenizer, config.data.val_max_samples)
+    validation.require(1)
+    return validation
+
+
+def _checked_rewards(config: Config) -> RewardPlan:
+    """The plan, its functions loaded once in a process of their own, as a reward worker will."""
+    rewards = RewardPlan.of(config.reward, config.data)
+    verify(rewards)
+    return rewards
+
+
+def _length_problems(config: Config) -> list[str]:
+    """The context length against prompt and response; silent when the model's config cannot be read."""
+    model = config.train_actor_rollout_ref.model
+    try:
+        limit = max_positions(read_config(Path(model.path)), model.override_config)
+    except ConfigError:
+        return []
+    needed = config.data.max_prompt_length + config.data.max_response_length
+    if limit is None or needed <= limit:
+        return []
+    return [
+        f"data.max_prompt_length={config.data.max_prompt_length} and data.max_response_length="
+        f"{config.data.max_response_length} make {needed} tokens, the model takes {limit} (max_position_embeddings); "
+        "lower them, or set +train_actor_rollout_ref.model.override_config.max_position_embeddings"
+    ]
+
+
+def _queue_plan(config: Config, num_validation: int) -> QueuePlan:
+    agents = config.gen_actor_rollout_ref.rollout.agent.num_workers
+    load = QueueLoad(
+        staleness=config.psrl.staleness,
+        prompts_per_step=config.data.train_batch_size,
+        rollout_n=config.psrl.rollout_n,
+        validation_rows=num_validation * config.train_actor_rollout_ref.rollout.val_kwargs.n,
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        num_writers=agents + config.psrl.deployment.train_ngpus_per_node + 1,
+    )
+    queue = config.transfer_queue
+    return plan_queue(load, arena_bytes=queue.arena_bytes, extent_bytes=queue.extent_bytes)
+
+
+def _disk_bytes(config: Config, manifest: Manifest | None) -> int:
+    """Room for logs and the checkpoints kept: float32 weights, two moments, and the export, of each."""
+    if manifest is None or config.trainer.save_freq <= 0:
+        return 1 << 26
+    values = manifest.total_bytes // (4 if manifest.tensors[0].dtype == "float32" else 2)
+    kept = (config.trainer.max_actor_ckpt_to_keep or 1) + 1
+    return (1 << 26) + 16 * values * kept
+
+
+def _try(problems: list[str], make: Callable[[], T]) -> T | None:
+    """What `make` returns, or None with its complaint noted."""
+    try:
+        return make()
+    except ConfigError as error:
+        problems += error.problems
+    except (DataError, PsrlError) as error:
+        problems.append(str(error))
+    return None

@@ -1,0 +1,105 @@
+"""A trainer rank: `psrl.train.fit` on the main thread, the actor runtime on a second one."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from psrl.actor import BlockingRuntime, UnixAddress
+from psrl.control import PSManager
+from psrl.launch.messages import CollectMetrics
+from psrl.launch.roles import head
+from psrl.launch.spec import WEIGHTS_SEGMENT, RunSpec
+from psrl.metrics import JsonlSink, MetricLogger, Sink, WandbSink
+from psrl.train import fit
+from psrl.train.links import Head, TrainerLinks
+from psrl.transfer import BlockingTransferQueue, QueueController, StorageActor, TransferQueue
+from psrl.transfer.segments import SegmentSource
+from psrl.weights.manifest import Manifest
+from psrl.weights.publish import WeightPublisher
+from psrl.weights.store import WeightStore
+
+METRICS = "metrics.jsonl"
+_HEAD_METRICS_TIMEOUT_S = 30.0
+
+
+class RunMetrics:
+    """The run's MetricLogger, with the head's share added to each training step."""
+
+    def __init__(self, metrics: MetricLogger, runtime: BlockingRuntime, node: head.Node) -> None:
+        self._metrics, self._runtime, self._node = metrics, runtime, node
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        shared: dict[str, float] = {}
+        if "training/global_step" in values:
+            shared = self._runtime.call(self._node.collect_metrics(CollectMetrics()), _HEAD_METRICS_TIMEOUT_S).values
+        self._metrics.log(step, {**shared, **values})
+
+
+def run(spec: RunSpec, name: str) -> None:
+    """Train to the end of the run."""
+    rank = spec.trainers.index(name)
+    address = UnixAddress(spec.head_socket)
+    with ExitStack() as stack:
+        blocking = stack.enter_context(BlockingRuntime(name))
+        links = blocking.call(_links(spec, name, blocking, address), head.START_TIMEOUT_S)
+        if rank == 0:
+            metrics = stack.enter_context(MetricLogger(_sinks(spec)))
+            links = blocking.call(_with_head(spec, links, blocking, address, metrics), head.START_TIMEOUT_S)
+        fit.main(spec.config, links)
+
+
+async def _links(spec: RunSpec, name: str, blocking: BlockingRuntime, address: UnixAddress) -> TrainerLinks:
+    runtime = blocking.runtime
+    queue = await TransferQueue.connect(
+        runtime,
+        await runtime.connect(QueueController, head.CONTROLLER, address, timeout_s=head.START_TIMEOUT_S),
+        await runtime.connect(StorageActor, head.STORAGE, address, timeout_s=head.START_TIMEOUT_S),
+        SegmentSource(spec.segments_socket),
+        client=name,
+    )
+    return TrainerLinks(
+        calls=blocking,
+        queue=BlockingTransferQueue(queue, blocking),
+        head=None,
+        epoch=spec.epoch,
+        total_steps=spec.total_steps,
+        run_dir=Path(spec.run_dir),
+        resume_from=Path(spec.resume_from) if spec.resume_from else None,
+    )
+
+
+async def _with_head(
+    spec: RunSpec, links: TrainerLinks, blocking: BlockingRuntime, address: UnixAddress, metrics: MetricLogger
+) -> TrainerLinks:
+    """Rank 0 speaks for all ranks: control, weights, metrics."""
+    runtime = blocking.runtime
+    store = WeightStore.open(SegmentSource(spec.segments_socket).fetch(WEIGHTS_SEGMENT))
+    node = await runtime.connect(head.Node, head.NODE, address, timeout_s=head.START_TIMEOUT_S)
+    return TrainerLinks(
+        calls=links.calls,
+        queue=links.queue,
+        head=Head(
+            control=await runtime.connect(PSManager, head.MANAGER, address, timeout_s=head.START_TIMEOUT_S),
+            weights=WeightPublisher(store, Manifest.decode(spec.manifest)),
+            metrics=RunMetrics(metrics, blocking, node),
+        ),
+        epoch=links.epoch,
+        total_steps=links.total_steps,
+        run_dir=links.run_dir,
+        resume_from=links.resume_from,
+    )
+
+
+def _sinks(spec: RunSpec) -> Sequence[Sink]:
+    """JSONL always (the launcher's console reads it); others as trainer.logger says."""
+    run_dir, trainer = Path(spec.run_dir), spec.config.trainer
+    sinks: list[Sink] = [JsonlSink(run_dir / METRICS)]
+    if "wandb" in trainer.logger:
+        os.makedirs(run_dir, exist_ok=True)
+        sinks.append(
+            WandbSink(trainer.project_name, trainer.experiment_name, run_dir, msgspec.to_builtins(spec.config))
+        )
+    return sinks
