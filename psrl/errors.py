@@ -1,4 +1,4 @@
-"""The error tree of PSRL.
+"""The error tree of PSRL. Raise where it is known, catch where something can be done.
 
     PsrlError
     |- ConfigError          the user can fix it; says which key and what to change
@@ -18,6 +18,8 @@
     |- StaleMessage         a message of an older epoch
     |- EngineError          an inference engine failed
     `- RunFailed            the run as a whole cannot go on
+
+Each class says in its docstring what it means for who catches it.
 """
 
 
