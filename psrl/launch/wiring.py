@@ -198,7 +198,7 @@ async def _run(loaded: Loaded, plan: Plan) -> int:
                 return await until_interrupted(_follow(cluster, progress, plan), cluster.launcher.kill_all)
             except RunFailed as error:
                 report = cluster.launcher.failure_report()
-                raise RunFailed(f"{error}\n{report}") from error if report is not None else error
+                raise RunFailed(str(error) if report is None else f"{error}\n{report}") from error
             finally:
                 progress.close()
     finally:

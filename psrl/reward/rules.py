@@ -22,7 +22,12 @@ def _arithmetic(solution: str, ground_truth: str, extra_info: Mapping[str, Any])
     return gsm8k.score(solution, ground_truth)
 
 
-RULES: dict[str, Rule] = {"openai/gsm8k": _gsm8k, "psrl/arithmetic": _arithmetic}
+RULES: dict[str, Rule] = {
+    "openai/gsm8k": _gsm8k,
+    "psrl/arithmetic": _arithmetic,
+    "psrl/arithmetic_val": _arithmetic,
+    "psrl/arithmetic_test": _arithmetic,
+}
 
 
 def score(data_source: str, solution: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:

@@ -1,9 +1,9 @@
 """The rollout coordinator: knows all replicas, decides when each pulls a new version, never what is admitted.
 
 Life of a replica here: registered (by its process, when its server is up) -> pulls the newest version -> routed to by
-the gateway -> held, pulls, routed to again for each sync -> lost (its process ended). A replica that failed a sync serves
-nothing until a later sync succeeds; each replica resumes only after its own confirmation, so a slow one holds up no
-other.
+the gateway -> held, pulls, routed to again for each sync -> lost (its process ended). A replica that failed a sync
+serves nothing until a later sync succeeds; each replica resumes only after its own confirmation, so a slow one holds up
+no other.
 """
 
 import asyncio

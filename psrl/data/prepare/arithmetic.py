@@ -9,7 +9,12 @@ from psrl.data.prepare.problems import SPLITS, Problem, problems
 from psrl.data.prepare.rows import Row, write_parquet
 from psrl.errors import ConfigError
 
-DATA_SOURCE = "psrl/arithmetic"
+DATA_SOURCES = {
+    "train": "psrl/arithmetic",
+    "validation": "psrl/arithmetic_val",
+    "test": "psrl/arithmetic_test",
+}
+"""By split, so that validation and test scores stand apart in the metrics."""
 _FILES = {"train": "train.parquet", "validation": "val.parquet", "test": "test.parquet"}
 
 
@@ -74,4 +79,4 @@ def _row(problem: Problem, split: str, index: int) -> Row:
         "template": numbers.template,
         "numbers": [numbers.x, numbers.y, numbers.z],
     }
-    return Row(DATA_SOURCE, problem.question, problem.answer, "math", extra_info)
+    return Row(DATA_SOURCES[split], problem.question, problem.answer, "math", extra_info)

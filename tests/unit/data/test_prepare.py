@@ -12,6 +12,7 @@ import pytest
 from psrl.config.schema import Data
 from psrl.data import ChatTokenizer, PromptDataset
 from psrl.data.prepare import arithmetic, gsm8k, sft_examples
+from psrl.data.prepare.arithmetic import DATA_SOURCES
 from psrl.data.prepare.problems import SPLITS, Tuple, problems, tuples_of
 from psrl.errors import ConfigError, DataError
 from psrl.reward import rules
@@ -108,7 +109,7 @@ def test_arithmetic_files(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
         dataset = PromptDataset.load(
             str(tmp_path / "a" / name), Data(train_files=[], val_files=[], max_prompt_length=24), tokenizer
         )
-        assert dataset.data_sources == {"psrl/arithmetic"}
+        assert dataset.data_sources == {DATA_SOURCES["validation" if name.startswith("val") else name.split(".")[0]]}
     assert not seen["train.parquet"] & seen["test.parquet"]
     assert not seen["train.parquet"] & seen["val.parquet"]
     assert not seen["val.parquet"] & seen["test.parquet"]
