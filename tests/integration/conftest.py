@@ -1,0 +1,261 @@
+"""Whole runs of `psrl-launch quickstart` as processes: started, watched, hurt and read from outside.
+
+    live = start_run("run", "trainer.total_training_steps=4")
+    live.wait_for(lambda: live.step() >= 1, "step 1")
+    os.kill(live.pid("replica-0"), signal.SIGKILL)
+    assert live.end() == 0, live.output()
+    assert report(live.run_dir).ok
+
+Time limits here are safety nets for a hang; nothing is asserted about speed.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from psrl.data.models.tiny import tiny
+from psrl.data.prepare.arithmetic import arithmetic
+
+DEADLINE_S = 90.0
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class House:
+    """What a run reads: the embedded data set, small, and a tiny model that has learned nothing yet."""
+
+    data: Path
+    model: Path
+
+    def overrides(self) -> list[str]:
+        """A run of a few seconds a step or less."""
+        return [
+            f"data.train_files={self.data}/train.parquet",
+            f"data.val_files=[{self.data}/val.parquet]",
+            "data.val_max_samples=16",
+            "data.train_batch_size=4",
+            f"train_actor_rollout_ref.model.path={self.model}",
+            "train_actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "psrl.rollout_n=4",
+            "trainer.test_freq=-1",
+            "trainer.val_before_train=false",
+            "trainer.save_freq=-1",
+        ]
+
+
+class LiveRun:
+    """One start of a run. `temp_dir` is its private folder for temporary files."""
+
+    def __init__(self, run_dir: Path, overrides: list[str], temp_dir: Path, env: dict[str, str]) -> None:
+        self.run_dir, self.temp_dir = run_dir, temp_dir
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        self._output = tempfile.TemporaryFile(mode="w+b")
+        self.popen = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "psrl.launch.cli",
+                "quickstart",
+                f"trainer.default_local_dir={run_dir}",
+                *overrides,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temp_dir), **env},
+            start_new_session=True,
+        )
+        self._seen: dict[int, psutil.Process] = {}
+
+    # -- watching
+
+    def wait_for(self, condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+        """What `condition` returns once it is true. The run must not end before."""
+        until = time.monotonic() + deadline_s
+        while True:
+            ended = self.popen.poll() is not None
+            found = condition()
+            if found:
+                return found
+            if ended:
+                pytest.fail(f"the run ended ({self.popen.returncode}) before {what}:\n{self.output()}")
+            if time.monotonic() > until:
+                pytest.fail(f"no {what} within {deadline_s:g} s:\n{self.output()}\n{self.logs()}")
+            time.sleep(0.02)
+
+    def metrics(self) -> list[Record]:
+        return read_lines(self.run_dir / "metrics.jsonl")
+
+    def trajectories(self) -> list[Record]:
+        return read_lines(self.run_dir / "trajectories.jsonl")
+
+    def attempts(self) -> list[Record]:
+        return read_lines(self.run_dir / "attempts.jsonl")
+
+    def step(self) -> int:
+        """The last training step in metrics.jsonl; 0 before the first."""
+        return max((int(line.get("training/global_step", 0)) for line in self.metrics()), default=0)
+
+    def wait_step(self, step: int) -> None:
+        self.wait_for(lambda: self.step() >= step, f"step {step}")
+
+    def log(self, name: str) -> str:
+        try:
+            return (self.run_dir / "logs" / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def logs(self) -> str:
+        """The ends of all logs, for a failure's message."""
+        files = sorted((self.run_dir / "logs").glob("*.log"))
+        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
+
+    def output(self) -> str:
+        """What the launcher has printed so far."""
+        return os.pread(self._output.fileno(), 1 << 24, 0).decode("utf-8", "replace")
+
+    # -- processes
+
+    def pids(self) -> dict[str, int]:
+        """The latest pid of each named process, whether it still lives or not."""
+        found = {}
+        for path in (self.run_dir / "logs").glob("*.log"):
+            starts = re.findall(r"^--- \S+ starts, pid (\d+)", path.read_text(errors="replace"), re.MULTILINE)
+            if starts:
+                found[path.stem] = int(starts[-1])
+        return found
+
+    def pid(self, name: str) -> int:
+        """The pid of a named process of this start, which lives; waits for it."""
+
+        def living() -> int | None:
+            children = {process.pid for process in self.processes()}
+            pid = self.pids().get(name)
+            return pid if pid in children else None
+
+        pid: int = self.wait_for(living, f"process {name}")
+        return pid
+
+    def processes(self) -> list[psutil.Process]:
+        """The launcher and all below it that live, with those seen earlier that have not ended."""
+        try:
+            top = psutil.Process(self.popen.pid)
+            self._seen |= {process.pid: process for process in [top, *top.children(recursive=True)]}
+        except psutil.NoSuchProcess:
+            pass
+        self._seen = {pid: process for pid, process in self._seen.items() if _lives(process)}
+        return list(self._seen.values())
+
+    def kill(self, name: str) -> int:
+        """SIGKILL to a named process, once it lives; its pid."""
+        pid = self.pid(name)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    # -- the end
+
+    def end(self, deadline_s: float = DEADLINE_S) -> int:
+        """Wait for the launcher's end; its exit status."""
+        try:
+            return self.popen.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the run did not end within {deadline_s:g} s:\n{self.output()}\n{self.logs()}")
+
+    def leftovers(self, deadline_s: float = 10.0) -> list[str]:
+        """What of the run is still there `deadline_s` after the call: processes, temporary files. Call `processes`
+        before the end that is looked at, so that orphans are known.
+        """
+        until = time.monotonic() + deadline_s
+        while True:
+            alive = [f"pid {process.pid}: {_command(process)}" for process in self.processes()]
+            alive += [f"pid {process.pid}: {_command(process)}" for process in self._strangers()]
+            found = alive + [str(path) for path in self.temp_dir.iterdir()]
+            if not found or time.monotonic() > until:
+                return found
+            time.sleep(0.05)
+
+    def _strangers(self) -> list[psutil.Process]:
+        """Processes that name this run's temporary folder in their command line, whoever their parent is now."""
+        return [process for process in psutil.process_iter() if str(self.temp_dir) in _command(process)]
+
+    def close(self) -> None:
+        """End all that is left, by force."""
+        for process in [*self.processes(), *self._strangers()]:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        self.popen.wait(DEADLINE_S)
+        self._output.close()
+        shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+
+def read_lines(path: Path) -> list[Record]:
+    """The whole JSON lines of a file that may be in the middle of being written."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in raw.split(b"\n")[:-1]:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue  # torn by a kill
+    return found
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@pytest.fixture(scope="session")
+def house(tmp_path_factory: pytest.TempPathFactory) -> House:
+    directory = tmp_path_factory.mktemp("house")
+    arithmetic(directory / "data", num_train=256, num_validation=16, num_test=16)
+    return House(directory / "data", tiny(directory / "model"))
+
+
+StartRun = Callable[..., LiveRun]
+
+
+@pytest.fixture
+def start_run(house: House, tmp_path: Path) -> Iterator[StartRun]:
+    """`start_run(run_dir, *overrides, env=...)`: a run directory's name below the test's own, or a path. What still
+    runs at the test's end is killed.
+    """
+    started: list[LiveRun] = []
+
+    def start(run_dir: str | Path, *overrides: str, env: dict[str, str] | None = None) -> LiveRun:
+        temp_dir = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: socket paths are limited
+        live = LiveRun(tmp_path / run_dir, [*house.overrides(), *overrides], temp_dir, env or {})
+        started.append(live)
+        return live
+
+    yield start
+    for live in started:
+        live.close()
