@@ -14,10 +14,11 @@ import msgspec
 import numpy as np
 
 from psrl.actor import within
+from psrl.clock import now
 from psrl.control import PSManager
 from psrl.control.messages import Complete, Completed, Fail, GroupOffer, NextGroup, NoGroup
 from psrl.data import ChatTokenizer
-from psrl.errors import ActorDied, ActorError, CallTimeout, EngineError, PsrlError, StorageError
+from psrl.errors import ActorDied, ActorError, CallTimeout, EngineError, StorageError
 from psrl.reward import RewardWorker
 from psrl.reward.messages import Score, Scored, ScoreFailed
 from psrl.rollout.agent_loop import AgentLoop, Rollout
@@ -28,13 +29,16 @@ from psrl.types import FinishReason, SamplingParams, TrajectoryId
 
 logger = logging.getLogger(__name__)
 
+_REWARD_POLL_S = 0.1  # between looks for a reward worker that is back, longer each time
+_MAX_REWARD_POLL_S = 1.0
+
 
 class WorkerSettings(msgspec.Struct, frozen=True):
     max_concurrent_groups: int
     retry_limit: int  # further attempts at a failed trajectory
     trajectory_timeout_s: float
-    score_timeout_s: float  # of one call to a reward worker, its own retries included
-    score_attempts: int  # reward workers tried when one dies
+    score_timeout_s: float  # of one call to a reward worker, its own retries included; and of waiting for one to live
+    score_attempts: int  # calls to reward workers before a sample that none answers in time is given up
     seed: int
 
 
@@ -131,7 +135,10 @@ class AgentLoopWorker:
                 await self._queue.kv_clear([trajectory.key], partition)
 
     async def _score(self, offer: GroupOffer, trajectory: TrajectoryId, rollout: Rollout) -> Scored:
-        """The score, from whichever reward worker lives. Raises _ScoreMissing by name."""
+        """The score, from whichever reward worker lives; while none does, one is being started again, so wait for it.
+
+        Raises _ScoreMissing by name.
+        """
         request = Score(
             trajectory=trajectory,
             solution=self._tokenizer.decode(rollout.response_ids.tolist()),
@@ -140,19 +147,27 @@ class AgentLoopWorker:
             finish_reason=rollout.finish_reason,
             num_turns=rollout.num_turns,
         )
-        failure: PsrlError | None = None
-        for _ in range(self._settings.score_attempts):
+        patience_until_s = now() + self._settings.score_timeout_s
+        num_timeouts = num_deaths = 0
+        while True:
             worker = self._rewards[self._next_reward % len(self._rewards)]
             self._next_reward += 1
             try:
                 answer = await within(worker, self._settings.score_timeout_s).score(request)
-            except (ActorDied, CallTimeout) as lost:
-                failure = lost
-                continue
-            if isinstance(answer, ScoreFailed):
-                raise _ScoreMissing(f"{answer.kind}: {answer.reason}")
-            return answer
-        raise _ScoreMissing(f"no reward worker answered: {failure}")
+            except CallTimeout as late:
+                num_timeouts += 1
+                if num_timeouts >= self._settings.score_attempts:
+                    raise _ScoreMissing(f"no reward worker answered: {late}") from late
+            except ActorDied as dead:
+                if now() > patience_until_s:
+                    raise _ScoreMissing(f"no reward worker lives: {dead}") from dead
+                num_deaths += 1
+                if num_deaths % len(self._rewards) == 0:  # all of them, it seems
+                    await asyncio.sleep(min(_REWARD_POLL_S * num_deaths / len(self._rewards), _MAX_REWARD_POLL_S))
+            else:
+                if isinstance(answer, ScoreFailed):
+                    raise _ScoreMissing(f"{answer.kind}: {answer.reason}")
+                return answer
 
     async def _complete(
         self, offer: GroupOffer, trajectory: TrajectoryId, rollout: Rollout, scored: Scored

@@ -26,8 +26,13 @@ from typing import Any
 import psutil
 import pytest
 
+from psrl.actor import BlockingRuntime, UnixAddress
+from psrl.control import PSManager
+from psrl.control.messages import Counters, GetStatus, Status
 from psrl.data.models.tiny import tiny
 from psrl.data.prepare.arithmetic import arithmetic
+from psrl.rollout.gateway import RolloutGateway
+from psrl.rollout.messages import GetRolloutView, RolloutView
 
 DEADLINE_S = 90.0
 
@@ -63,7 +68,7 @@ class LiveRun:
     def __init__(self, run_dir: Path, overrides: list[str], temp_dir: Path, env: dict[str, str]) -> None:
         self.run_dir, self.temp_dir = run_dir, temp_dir
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        self._output = tempfile.TemporaryFile(mode="w+b")
+        self._output = tempfile.TemporaryFile(mode="w+b")  # noqa: SIM115 (closed by close)
         self.popen = subprocess.Popen(
             [
                 sys.executable,
@@ -80,6 +85,7 @@ class LiveRun:
             start_new_session=True,
         )
         self._seen: dict[int, psutil.Process] = {}
+        self._runtime: BlockingRuntime | None = None
 
     # -- watching
 
@@ -127,6 +133,41 @@ class LiveRun:
     def output(self) -> str:
         """What the launcher has printed so far."""
         return os.pread(self._output.fileno(), 1 << 24, 0).decode("utf-8", "replace")
+
+    # -- asking the head
+
+    def rollout(self) -> RolloutView:
+        """How busy the replicas are now."""
+        view: RolloutView = self._ask(
+            RolloutGateway, "gateway", lambda gateway: gateway.get_rollout_view(GetRolloutView())
+        )
+        return view
+
+    def counters(self) -> Counters:
+        """What became of the groups so far."""
+        status: Status = self._ask(PSManager, "psmanager", lambda manager: manager.get_status(GetStatus()))
+        return status.counters
+
+    def wait_generating(self, num_running: int = 1, *, replica: str = "") -> None:
+        """Until so many trajectories are being generated (by one replica, if it is named), each with a few tokens."""
+
+        def running() -> int:
+            loads = [load for load in self.rollout().replicas if not replica or load.name == replica]
+            return sum(load.num_running for load in loads)
+
+        self.wait_for(lambda: running() >= num_running, f"{num_running} trajectories running {replica}")
+        tokens = self.rollout().num_generated_tokens
+        self.wait_for(lambda: self.rollout().num_generated_tokens >= tokens + 4 * num_running, "some tokens of them")
+        if running() < num_running:
+            self.wait_generating(num_running, replica=replica)
+
+    def _ask(self, actor: Any, name: str, question: Callable[[Any], Any]) -> Any:
+        if self._runtime is None:
+            self._runtime = BlockingRuntime("test")
+            self._runtime.__enter__()
+        sockets = self.wait_for(lambda: list(self.temp_dir.glob("psrl-*/head.sock")), "the head's socket")
+        connecting = self._runtime.runtime.connect(actor, name, UnixAddress(str(sockets[0])), timeout_s=30)
+        return self._runtime.call(question(self._runtime.call(connecting, 40)), 30)
 
     # -- processes
 
@@ -200,6 +241,8 @@ class LiveRun:
             except psutil.NoSuchProcess:
                 pass
         self.popen.wait(DEADLINE_S)
+        if self._runtime is not None:
+            self._runtime.close()
         self._output.close()
         shutil.rmtree(self.temp_dir, ignore_errors=True)
 
