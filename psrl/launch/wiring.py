@@ -185,6 +185,18 @@ def run(loaded: Loaded, plan: Plan) -> int:
 
 
 async def _run(loaded: Loaded, plan: Plan) -> int:
+    """Signals are ours from here on, so that whatever exists when one comes is taken down again."""
+    clusters: list[Cluster] = []
+
+    def kill_all() -> None:
+        for cluster in clusters:
+            cluster.launcher.kill_all()
+
+    return await until_interrupted(_run_in(loaded, plan, clusters), kill_all)
+
+
+async def _run_in(loaded: Loaded, plan: Plan, clusters: list[Cluster]) -> int:
+    """The run in its directory; its cluster is appended to `clusters`."""
     run_dir = Path(loaded.config.trainer.default_local_dir).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     socket_dir = Path(tempfile.mkdtemp(prefix="psrl-"))
@@ -194,11 +206,14 @@ async def _run(loaded: Loaded, plan: Plan) -> int:
             (run_dir / "config.yaml").write_text(to_yaml(loaded.config, loaded.origins), encoding="utf-8")
             progress = Progress(run_dir, spec)
             cluster = Cluster(spec, plan.queue, emit=progress.say)
+            clusters.append(cluster)
             try:
-                return await until_interrupted(_follow(cluster, progress, plan), cluster.launcher.kill_all)
+                return await _follow(cluster, progress, plan)
             except RunFailed as error:
                 report = cluster.launcher.failure_report()
-                raise RunFailed(str(error) if report is None else f"{error}\n{report}") from error
+                if report is None:
+                    raise
+                raise RunFailed(f"{error}\n{report}") from error
             finally:
                 progress.close()
     finally:
