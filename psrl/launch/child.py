@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from psrl.actor import run as run_loop
-from psrl.errors import ConfigError, RunFailed
+from psrl.errors import ConfigError, RemoteError, RunFailed
 from psrl.launch.spec import RunSpec
 
 ROLES = ("head", "replica", "trainer", "agent", "reward")
@@ -36,10 +36,24 @@ def main(argv: list[str] | None = None) -> int:
         else:
             signal.signal(signal.SIGTERM, _exit_in_order)
             role(spec, arguments.name)
-    except (ConfigError, RunFailed) as failure:
-        logging.getLogger("psrl").error("%s: %s", type(failure).__name__, failure)
+    except Exception as failure:
+        named = _named(failure)
+        if named is None:
+            raise
+        logging.getLogger("psrl").error("%s", named)
         return 1
     return 0
+
+
+def _named(failure: BaseException) -> str | None:
+    """What to say of an error that names its cause, raised here or in an actor that was asked; None of any other."""
+    if isinstance(failure, BaseExceptionGroup):
+        return next((named for inner in failure.exceptions if (named := _named(inner)) is not None), None)
+    if isinstance(failure, RemoteError) and failure.error in (ConfigError.__name__, RunFailed.__name__):
+        return f"{failure.error}: {failure.text}"
+    if isinstance(failure, ConfigError | RunFailed):
+        return f"{type(failure).__name__}: {failure}"
+    return None
 
 
 async def _until_told(work) -> None:  # type: ignore[no-untyped-def]

@@ -15,6 +15,8 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from psrl.errors import ConfigError
@@ -25,6 +27,7 @@ from psrl.reward.wire import Done, Job, LoadFailed, Raised, Ready, Setup, frame,
 
 _PR_SET_PDEATHSIG = 1
 _MAX_TEXT = 20_000
+_OUR_FOLDERS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
 
 
 class Scorer:
@@ -60,9 +63,22 @@ class Scorer:
 
 
 def _raised(error: BaseException) -> Raised:
-    """What happened, as text that can travel whatever it holds."""
-    parts = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    """What happened and where in the user's code, as text that can travel whatever it holds."""
+    theirs = _outside_of_psrl(error.__traceback__)
+    frames = traceback.extract_tb(theirs)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    parts = (
+        f"{type(error).__name__}: {error}{where}",
+        "".join(traceback.format_exception(type(error), error, theirs)),
+    )
     return Raised(*(part.encode("utf-8", "backslashreplace").decode()[-_MAX_TEXT:] for part in parts))
+
+
+def _outside_of_psrl(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback from the first frame on that is neither ours nor asyncio's; None if there is none."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FOLDERS):
+        trace = trace.tb_next
+    return trace
 
 
 def _builtin(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:

@@ -46,7 +46,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
-    """The function raised, or answered something that is no score."""
+    """The function raised, or answered something that is no score. `error` says what and where, in one line if the
+    error's own text is one; `traceback` is of the user's frames alone."""
 
     error: str
     traceback: str

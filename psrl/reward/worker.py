@@ -6,6 +6,7 @@ at once: asking again would only hide it. A failure is an answer of its own kind
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ from psrl.reward.plan import RewardPlan
 from psrl.reward.process import ProcessDied, ScoreTimeout, ScoringProcess
 from psrl.reward.wire import Job, Raised
 
+logger = logging.getLogger(__name__)
+
+_MAX_TOLD = 20  # different errors of a function that are logged in full
 _CALL_TIMEOUT_S = 600.0  # of a call that names none: a sample waits for its turn
 
 
@@ -30,6 +34,7 @@ class RewardWorker(Actor):
         self._processes = [ScoringProcess(plan) for _ in range(num_processes)]
         self._free: asyncio.Queue[ScoringProcess] = asyncio.Queue()
         self._stats = dict.fromkeys(RewardStats.__struct_fields__, 0)
+        self._told: set[str] = set()
 
     async def started(self) -> None:
         """Start one process, the others when they are needed. Raises ConfigError if a function cannot be loaded."""
@@ -66,7 +71,8 @@ class RewardWorker(Actor):
                 return self._failed(message, "error", str(failure))
             else:
                 if isinstance(verdict, Raised):
-                    return self._failed(message, "error", f"{verdict.error}\n{verdict.traceback}")
+                    self._tell_once(verdict)
+                    return self._failed(message, "error", verdict.error)
                 self._count("scored")
                 shaped = verdict.shaped
                 return Scored(message.trajectory, shaped.raw_score, shaped.shaped_reward, shaped.metrics)
@@ -83,6 +89,12 @@ class RewardWorker(Actor):
     def pids(self) -> tuple[int, ...]:
         """Of the scoring processes that run now."""
         return tuple(process.pid for process in self._processes if process.pid is not None)
+
+    def _tell_once(self, raised: Raised) -> None:
+        """The traceback of each error, the first time that it is met: a broken function fails every sample alike."""
+        if raised.traceback not in self._told and len(self._told) < _MAX_TOLD:
+            self._told.add(raised.traceback)
+            logger.warning("the reward function raised\n%s", raised.traceback.rstrip())
 
     def _failed(self, message: Score, kind: str, reason: str) -> ScoreFailed:
         self._count("failed")

@@ -29,6 +29,7 @@ from psrl.types import FinishReason, SamplingParams, TrajectoryId
 
 logger = logging.getLogger(__name__)
 
+_MAX_TOLD = 100  # different reasons for giving a trajectory up that are warned of
 _REWARD_POLL_S = 0.1  # between looks for a reward worker that is back, longer each time
 _MAX_REWARD_POLL_S = 1.0
 
@@ -66,6 +67,7 @@ class AgentLoopWorker:
         self._loop = loop
         self._settings = settings
         self._next_reward = 0
+        self._told: set[str] = set()
 
     async def run(self) -> None:
         """Pull and run groups, `max_concurrent_groups` at a time."""
@@ -94,9 +96,16 @@ class AgentLoopWorker:
                 await self._attempt(offer, trajectory)
                 return
             except (EngineError, StorageError, CallTimeout, _ScoreMissing) as failure:
-                reason = f"{type(failure).__name__}: {failure}"
-                logger.warning("%s, attempt %d: %s", trajectory.key, attempt + 1, reason)
+                reason = str(failure) if isinstance(failure, _ScoreMissing) else f"{type(failure).__name__}: {failure}"
+                logger.info("%s, attempt %d: %s", trajectory.key, attempt + 1, reason)
+        self._tell_once(trajectory, reason)
         await self._manager.fail(Fail(offer.epoch, trajectory, self._name, reason))
+
+    def _tell_once(self, trajectory: TrajectoryId, reason: str) -> None:
+        """A warning for each new reason: what is wrong with every trajectory alike must not bury the rest."""
+        if reason not in self._told and len(self._told) < _MAX_TOLD:
+            self._told.add(reason)
+            logger.warning("%s is given up: %s", trajectory.key, reason)
 
     async def _attempt(self, offer: GroupOffer, trajectory: TrajectoryId) -> None:
         """One try. Returns when the trajectory is complete or no longer wanted; raises what a retry may cure."""
@@ -166,7 +175,7 @@ class AgentLoopWorker:
                     await asyncio.sleep(min(_REWARD_POLL_S * num_deaths / len(self._rewards), _MAX_REWARD_POLL_S))
             else:
                 if isinstance(answer, ScoreFailed):
-                    raise _ScoreMissing(f"{answer.kind}: {answer.reason}")
+                    raise _ScoreMissing(f"not scored: {answer.reason}")
                 return answer
 
     async def _complete(

@@ -174,7 +174,9 @@ async def test_hanging_function_is_killed_counted_and_failed_by_name(functions: 
         ("no score", 'without "score"'),
     ],
 )
-async def test_raising_function_fails_its_sample_once(functions: Path, how: str, said: str) -> None:
+async def test_raising_function_fails_its_sample_once(
+    functions: Path, how: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with worker_of(plan_of(functions, "act")) as (worker, actor):
         await worker.score(score("fine"))
         first = actor.pids
@@ -182,8 +184,12 @@ async def test_raising_function_fails_its_sample_once(functions: Path, how: str,
         assert isinstance(answer, ScoreFailed)
         assert answer.kind == "error"
         assert said in answer.reason
-        assert "Traceback" in answer.reason
-        assert await stats_of(worker) == RewardStats(scored=1, errors=1, failed=1)
+        assert ("my_rewards.py, line" in answer.reason) == (how in ("raise", "exit"))
+        assert "Traceback" not in answer.reason
+        assert "psrl/reward/child.py" not in caplog.text
+        assert await worker.score(score(how)) == answer
+        assert caplog.text.count(said) == 1, "each error is logged once"
+        assert await stats_of(worker) == RewardStats(scored=1, errors=2, failed=2)
         assert actor.pids == first  # the process lives on
 
 
