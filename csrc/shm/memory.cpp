@@ -1,34 +1,67 @@
 #include "shm/memory.h"
 
 #include <algorithm>
-#include <fstream>
+#include <charconv>
+#include <cstdio>
 #include <limits>
 #include <optional>
-#include <sstream>
+#include <string>
+#include <string_view>
 
 namespace psrl {
 namespace {
 
 constexpr uint64_t kUnlimited = std::numeric_limits<uint64_t>::max();
 
+// The whole of a small file; empty if it cannot be read. No iostreams: a process that has loaded
+// another C++ runtime (as some builds of numerical libraries bring along) may parse numbers as 0
+// with them.
+std::string read_file(const std::string& path) {
+  std::string text;
+  std::FILE* file = std::fopen(path.c_str(), "re");
+  if (file == nullptr) return text;
+  char buffer[4096];
+  for (size_t count; (count = std::fread(buffer, 1, sizeof buffer, file)) > 0;) {
+    text.append(buffer, count);
+  }
+  std::fclose(file);
+  return text;
+}
+
+std::optional<uint64_t> parse_number(std::string_view text) {
+  while (!text.empty() && (text.front() == ' ' || text.front() == '\t')) text.remove_prefix(1);
+  uint64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end == text.data()) return std::nullopt;
+  return value;
+}
+
+// Calls `visit` with each line until it returns true.
+template <typename Visit>
+void for_each_line(const std::string& text, Visit visit) {
+  for (size_t at = 0; at < text.size();) {
+    const size_t end = std::min(text.find('\n', at), text.size());
+    if (visit(std::string_view(text).substr(at, end - at))) return;
+    at = end + 1;
+  }
+}
+
 // The number in a one-line file; nothing for "max" or a missing file.
 std::optional<uint64_t> read_number(const std::string& path) {
-  std::ifstream file(path);
-  uint64_t value = 0;
-  if (file >> value) return value;
-  return std::nullopt;
+  return parse_number(read_file(path));
 }
 
 // The value of `key` in a file of "key value" lines.
-std::optional<uint64_t> read_entry(const std::string& path, const std::string& key) {
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);) {
-    std::istringstream words(line);
-    std::string word;
-    uint64_t value = 0;
-    if (words >> word && word == key && words >> value) return value;
-  }
-  return std::nullopt;
+std::optional<uint64_t> read_entry(const std::string& path, std::string_view key) {
+  std::optional<uint64_t> found;
+  for_each_line(read_file(path), [&](std::string_view line) {
+    if (line.size() <= key.size() || line.substr(0, key.size()) != key) return false;
+    const char next = line[key.size()];
+    if (next != ' ' && next != '\t') return false;
+    found = parse_number(line.substr(key.size()));
+    return true;
+  });
+  return found;
 }
 
 struct CgroupFiles {
@@ -61,13 +94,12 @@ uint64_t memory_available(const std::string& root) {
   uint64_t available = kUnlimited;
   if (const auto kib = read_entry(root + "/proc/meminfo", "MemAvailable:")) available = *kib * 1024;
 
-  std::ifstream cgroups(root + "/proc/self/cgroup");
-  for (std::string line; std::getline(cgroups, line);) {  // "hierarchy:controllers:path"
-    const size_t first = line.find(':');
+  for_each_line(read_file(root + "/proc/self/cgroup"), [&](std::string_view line) {
+    const size_t first = line.find(':');  // "hierarchy:controllers:path"
     const size_t second = line.find(':', first + 1);
-    if (first == std::string::npos || second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    std::string path = line.substr(second + 1);
+    if (first == std::string_view::npos || second == std::string_view::npos) return false;
+    const std::string controllers(line.substr(first + 1, second - first - 1));
+    std::string path(line.substr(second + 1));
     // "/" is the namespace's own root; a path outside of the namespace ("/../x") has no files here.
     if (path == "/" || path.find("..") != std::string::npos) path.clear();
     const std::string padded = "," + controllers + ",";
@@ -81,7 +113,8 @@ uint64_t memory_available(const std::string& root) {
                                             "memory.usage_in_bytes", "total_inactive_file"},
                                            path));
     }
-  }
+    return false;
+  });
   return available;
 }
 
