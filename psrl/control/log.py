@@ -65,6 +65,12 @@ class TrajectoryLog:
         self._attempts = _File(attempts)
         self.attempt = sum(kind == "start" for kind in (_kind(line) for line in _lines(attempts)))
 
+    @staticmethod
+    def ended(directory: Path) -> bool:
+        """Whether the last attempt there ended in good order."""
+        kinds = [kind for line in _lines(directory / ATTEMPTS) if (kind := _kind(line))]
+        return bool(kinds) and kinds[-1] == "end"
+
     @property
     def num_bytes(self) -> int:
         """Size of trajectories.jsonl."""

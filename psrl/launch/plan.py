@@ -1,22 +1,25 @@
 """From a configuration to a RunSpec: what is decided, and what can be refused, before a process of the run starts."""
 
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from psrl.config.schema import Config
 from psrl.control import ControlState, TrajectoryLog, total_steps
-from psrl.data import ChatTokenizer, PromptDataset
-from psrl.errors import ConfigError, DataError, PsrlError
+from psrl.data import ChatTokenizer, Order, Position, PromptDataset, Sampler
+from psrl.errors import CheckpointError, ConfigError, DataError, PsrlError
 from psrl.launch.model_files import manifest_of, max_positions, read_config
 from psrl.launch.ports import free_ports
 from psrl.launch.preflight import machine_problems
 from psrl.launch.spec import RunSpec
 from psrl.reward.plan import RewardPlan
 from psrl.reward.process import verify
-from psrl.train.checkpoint_dir import resume_point
+from psrl.train.checkpoint_dir import Checkpoint, resume_point
 from psrl.transfer.capacity import QueueLoad, QueuePlan, plan_queue
 from psrl.types import Epoch, Version
 from psrl.weights.manifest import Manifest
@@ -36,6 +39,7 @@ class Plan:
     total_steps: int
     device: str
     dataset: str  # one line on the training data
+    order: Order  # in which its rows are drawn
 
     @property
     def shared_bytes(self) -> int:
@@ -50,15 +54,15 @@ def make_plan(config: Config) -> Plan:
         problems, lambda: manifest_of(Path(config.train_actor_rollout_ref.model.path), dtype(config, device))
     )
     problems += _length_problems(config)
-    tokenizer = _try(
-        problems,
-        lambda: ChatTokenizer.load(config.train_actor_rollout_ref.model.path, config.data.apply_chat_template_kwargs),
-    )
+    tokenizer = _try(problems, lambda: _tokenizer(config))
     rewards = _try(problems, lambda: _checked_rewards(config))
     train = validation = None
     if tokenizer is not None:
         train = _try(problems, lambda: _train_data(config, tokenizer))
         validation = _try(problems, lambda: _validation_data(config, tokenizer))
+    else:
+        problems += missing_files(config)
+    _try(problems, lambda: _check_resume(config))
     if rewards is not None and train is not None and validation is not None:
         sources = train.data_sources | validation.data_sources
         _try(problems, lambda: rewards.check_data_sources(sources))
@@ -66,25 +70,33 @@ def make_plan(config: Config) -> Plan:
     queue = _try(problems, lambda: _queue_plan(config, num_validation))
     plan = None
     if manifest is not None and queue is not None and train is not None:
-        plan = Plan(manifest, queue, total_steps(config, len(train)), device, train.describe())
+        order = Order(
+            len(train), config.data.train_batch_size, config.data.shuffle, config.data.seed, train.fingerprint
+        )
+        plan = Plan(manifest, queue, total_steps(config, len(train)), device, train.describe(), order)
     problems += machine_problems(
         config,
         shared_bytes=plan.shared_bytes if plan is not None else None,
         disk_bytes=_disk_bytes(config, manifest),
     )
+    problems += logger_problems(config)
     if problems or plan is None:
         raise ConfigError(*dict.fromkeys(problems))  # a missing directory is said once, whoever needed it
     return plan
 
 
 def make_spec(config: Config, plan: Plan, run_dir: Path, socket_dir: Path) -> RunSpec:
-    """Choose where to start from and number this attempt. Raises ConfigError if the checkpoint asked for is no good."""
+    """Choose where to start from and number this attempt. Raises ConfigError if the checkpoint asked for is no good, or
+    was made with other data.
+    """
     checkpoint = resume_point(run_dir / CHECKPOINTS, config.trainer.resume_mode, config.trainer.resume_from_path)
-    log = TrajectoryLog(run_dir)
-    log.close()
     initial = 0
     if checkpoint is not None:
-        initial = ControlState.decode(checkpoint.control_state()).version
+        state = ControlState.decode(checkpoint.control_state())
+        Sampler(plan.order).restore(msgspec.msgpack.decode(state.feed, type=Position))
+        initial = state.version
+    log = TrajectoryLog(run_dir)
+    log.close()
     return RunSpec(
         config=config,
         run_dir=str(run_dir),
@@ -100,6 +112,13 @@ def make_spec(config: Config, plan: Plan, run_dir: Path, socket_dir: Path) -> Ru
     )
 
 
+def is_finished(spec: RunSpec) -> bool:
+    """Whether an earlier start did all there is to do, its last validation and record included."""
+    if spec.config.trainer.val_only or spec.initial_version < spec.total_steps:
+        return False
+    return TrajectoryLog.ended(Path(spec.run_dir))
+
+
 def accelerator() -> str:
     """cuda if this machine shows an NVIDIA device to this process, else cpu. Without torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -112,16 +131,59 @@ def dtype(config: Config, device: str) -> str:
     return asked if asked != "auto" else ("bfloat16" if device == "cuda" else "float32")
 
 
+def _tokenizer(config: Config) -> ChatTokenizer | None:
+    """None, without a word, if the model's directory is not there: that has been said."""
+    path = config.train_actor_rollout_ref.model.path
+    return ChatTokenizer.load(path, config.data.apply_chat_template_kwargs) if Path(path).is_dir() else None
+
+
 def _train_data(config: Config, tokenizer: ChatTokenizer) -> PromptDataset:
-    train = PromptDataset.load(config.data.train_files, config.data, tokenizer, config.data.train_max_samples)
-    train.require(config.data.train_batch_size)
-    return train
+    data = config.data
+    return _data("data.train_files", data.train_files, config, tokenizer, data.train_max_samples, data.train_batch_size)
 
 
 def _validation_data(config: Config, tokenizer: ChatTokenizer) -> PromptDataset:
-    validation = PromptDataset.load(config.data.val_files, config.data, tokenizer, config.data.val_max_samples)
-    validation.require(1)
-    return validation
+    return _data("data.val_files", config.data.val_files, config, tokenizer, config.data.val_max_samples, 1)
+
+
+def _data(
+    key: str, files: str | list[str], config: Config, tokenizer: ChatTokenizer, max_samples: int, batch_size: int
+) -> PromptDataset:
+    """Raises DataError, its text led in by the key that named the files."""
+    try:
+        dataset = PromptDataset.load(files, config.data, tokenizer, max_samples)
+        dataset.require(batch_size)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+    return dataset
+
+
+def missing_files(config: Config) -> list[str]:
+    """What can be said of the data without a tokenizer: files that are not there."""
+    named = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
+    return [
+        f"{key}: {file} does not exist"
+        for key, files in named.items()
+        for file in ([files] if isinstance(files, str) else files)
+        if not Path(file).expanduser().exists()
+    ]
+
+
+def logger_problems(config: Config) -> list[str]:
+    """Loggers whose package is not installed."""
+    if "wandb" in config.trainer.logger and importlib.util.find_spec("wandb") is None:
+        return ["trainer.logger names wandb, which is not installed: pip install wandb, or take it out of the list"]
+    return []
+
+
+def _check_resume(config: Config) -> None:
+    """Is the checkpoint that is asked for by path there and whole? Its checksums are compared when it is read."""
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path:
+        try:
+            Checkpoint.open(Path(trainer.resume_from_path))
+        except CheckpointError as error:
+            raise ConfigError(f"trainer.resume_from_path={trainer.resume_from_path}: {error}") from error
 
 
 def _checked_rewards(config: Config) -> RewardPlan:
