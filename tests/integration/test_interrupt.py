@@ -1,0 +1,113 @@
+"""Signals to the launcher at every stage of a run: it ends soon, leaves nothing, its directory can be used again."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from psrl.metrics.report import report
+
+STEPS = 3
+SLOW = (
+    "data.max_response_length=400",  # the untrained model seldom ends by itself
+    "psrl.staleness=0",  # generation and training take turns, so that either can be told from outside
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.val_before_train=true",
+    "trainer.save_freq=1",
+)
+TRAINING_LONG = "train_actor_rollout_ref.actor.ppo_epochs=300"
+
+
+def in_start_up(live: Any) -> None:
+    live.wait_for(lambda: len(live.pids()) == 6, "six processes")
+
+
+def in_validation(live: Any) -> None:
+    live.wait_for(lambda: sum(load.num_pinned for load in live.rollout().replicas) >= 4, "trajectories of a validation")
+
+
+def in_generation(live: Any) -> None:
+    live.wait_for(lambda: live.counters().offered > 0, "groups offered")
+    live.wait_generating(4)
+
+
+def in_training(live: Any) -> None:
+    """A batch was generated, nothing is being generated, and no step is logged yet."""
+    live.wait_for(lambda: live.rollout().num_finished >= 16, "sixteen trajectories")
+    live.wait_for(lambda: not any(load.num_running for load in live.rollout().replicas), "an end of generation")
+
+
+def interrupt(live: Any, *signals: int) -> int:
+    """As a terminal does it: to the launcher's process group."""
+    live.processes()
+    for number in signals:
+        os.killpg(live.popen.pid, number)
+    status: int = live.end(10)
+    assert live.leftovers(0.5) == [], live.output()
+    return status
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_directory_outlives_signals_at_every_stage(start_run: Callable[..., Any]) -> None:
+    shared_before = set(os.listdir("/dev/shm"))
+
+    live = start_run("run", *SLOW)
+    in_start_up(live)
+    assert interrupt(live, signal.SIGINT) == 130
+    assert "interrupted by SIGINT" in live.output()
+
+    live = start_run("run", *SLOW)
+    in_validation(live)
+    assert interrupt(live, signal.SIGINT) == 130
+
+    live = start_run("run", *SLOW)
+    in_generation(live)
+    assert interrupt(live, signal.SIGTERM) == 130
+    assert "interrupted by SIGTERM" in live.output()
+
+    live = start_run("run", *SLOW, TRAINING_LONG, "trainer.val_before_train=false")
+    in_training(live)
+    assert interrupt(live, signal.SIGINT) == 130
+
+    live = start_run("run", *SLOW)
+    in_generation(live)
+    assert interrupt(live, signal.SIGINT, signal.SIGINT) == 130
+
+    live = start_run("run", *SLOW)
+    in_generation(live)
+    live.processes()
+    live.popen.kill()
+    assert live.end(10) == -signal.SIGKILL
+    assert live.leftovers() == []
+
+    live = start_run("run", *SLOW)
+    assert live.end() == 0, live.output()
+    found = report(live.run_dir, with_curves=False)
+    assert found.ok, found.text()
+    assert found.summary.num_attempts in (6, 7)  # the first was perhaps over before the head could note it
+    assert found.summary.num_steps == STEPS
+    assert live.leftovers() == []
+    assert set(os.listdir("/dev/shm")) <= shared_before
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_first_process_leaves_nothing(start_run: Callable[..., Any], number: int) -> None:
+    """As soon as the run directory is held; checks of data and model are done, processes are about to be started."""
+    live = start_run("run", *SLOW)
+    live.wait_for(lambda: (live.run_dir / ".lock").exists(), "the lock of the run directory")
+    assert interrupt(live, number) == 130
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("tenths", range(0, 100, 7))
+def test_a_signal_at_any_time_leaves_nothing(start_run: Callable[..., Any], tenths: int) -> None:
+    live = start_run("run", *SLOW)
+    time.sleep(tenths / 10)
+    if live.popen.poll() is None:
+        assert interrupt(live, signal.SIGINT) in (130, -signal.SIGINT, 0)
