@@ -116,12 +116,12 @@ class PromptDataset:
         if len(self) >= batch_size:
             return
         if self.counts.overlong == self.counts.read:
-            problem = "all prompts are too long"
+            problem = "no prompt is left, all are too long"
             remedy = "raise data.max_prompt_length, or set data.filter_overlong_prompts=false and data.truncation=left"
         else:
             problem = f"the data does not fill one batch of {batch_size} prompts"
             remedy = "lower data.train_batch_size, or give more data"
-        raise DataError(f"{problem}: {self.describe()}; batch size {batch_size}. {remedy[0].upper()}{remedy[1:]}")
+        raise DataError(f"{problem}: {self.describe()}. {remedy[0].upper()}{remedy[1:]}")
 
 
 class _Reader:

@@ -19,8 +19,10 @@ _BATCH_BYTES = 32 << 20
 
 def read_rows(path: Path, required: Collection[str], optional: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """(row number, the columns asked for that the file has). Raises DataError; also for a file without rows."""
+    if not path.exists():
+        raise DataError(f"{path} does not exist; `psrl data` makes data sets")
     if not path.is_file():
-        raise DataError(f"{path} does not exist" if not path.exists() else f"{path} is not a file")
+        raise DataError(f"{path} is not a file")
     readers = {".parquet": _parquet, ".jsonl": _json_lines, ".json": _json}
     reader = readers.get(path.suffix)
     if reader is None:

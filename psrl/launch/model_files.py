@@ -4,6 +4,7 @@ Names and shapes come from the safetensors headers; trainer and replicas check t
 """
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,22 @@ from psrl.weights.manifest import Manifest
 
 _KEY = "train_actor_rollout_ref.model.path"
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+_LFS_POINTER = b"version https://git-lfs"
 
 
 class _Entry(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
     """config.json. Raises ConfigError if the directory is none, or the file is missing or broken."""
     if not model_dir.is_dir():
-        raise ConfigError(f"{_KEY}={model_dir}: there is no such directory")
+        raise ConfigError(
+            f"{_KEY}={model_dir}: there is no such directory. Models are not downloaded: give the directory of a "
+            "Hugging Face model; `psrl model` makes small ones"
+        )
     path = model_dir / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -81,17 +87,26 @@ def weight_files(model_dir: Path) -> list[Path]:
 def _header(path: Path) -> dict[str, _Entry]:
     try:
         with path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
             size = file.read(8)
+            if size == _LFS_POINTER[:8]:
+                raise ValueError("it is the pointer of a Git LFS file; `git lfs pull` fetches the file itself")
+            if len(size) < 8:
+                raise ValueError(f"it ends after {num_bytes} bytes")
             length = struct.unpack("<Q", size)[0]
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header claims {length} bytes")
+            if length > min(_MAX_HEADER_BYTES, num_bytes):
+                raise ValueError(f"its header claims {length} bytes, the file has {num_bytes}")
             raw = file.read(length)
         header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        return {
+        entries = {
             name: msgspec.json.decode(entry, type=_Entry) for name, entry in header.items() if name != "__metadata__"
         }
-    except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path} is not a safetensors file: {error}") from error
+        needed = 8 + length + max((entry.data_offsets[1] for entry in entries.values()), default=0)
+        if num_bytes != needed:
+            raise ValueError(f"its header tells of {needed} bytes, the file has {num_bytes}: was it copied whole?")
+        return entries
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{_KEY}: {path} is not a whole safetensors file: {error}") from error
 
 
 def max_positions(config: dict[str, Any], override: dict[str, Any]) -> int | None:

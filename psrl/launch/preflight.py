@@ -26,7 +26,7 @@ def machine_problems(config: Config, *, shared_bytes: int | None = None, disk_by
     folder = run_dir_problems(config)
     problems += folder or disk_problems(config, disk_bytes)
     if shared_bytes is not None:
-        problems += memory_problems(shared_bytes, "transfer_queue.arena_bytes")
+        problems += memory_problems(shared_bytes, config.transfer_queue.arena_bytes)
     return problems
 
 
@@ -68,13 +68,22 @@ def disk_problems(config: Config, needed_bytes: int) -> list[str]:
     return []
 
 
-def memory_problems(needed_bytes: int, key: str) -> list[str]:
-    """Can this many bytes of shared memory be touched, by free memory and by every memory cgroup above this process?"""
+def memory_problems(needed_bytes: int, arena_bytes: int | None) -> list[str]:
+    """Can this many bytes of shared memory be touched, by free memory and by every memory cgroup above this process?
+
+    `arena_bytes` is the setting; None: derived from the sizes of batch and rows.
+    """
     from psrl._core import memory_available
 
     available = memory_available()
     if available < needed_bytes:
-        return [f"the run needs {_mib(needed_bytes)} of shared memory and {_mib(available)} can be had; lower {key}"]
+        remedy = (
+            "lower data.train_batch_size, psrl.rollout_n, psrl.staleness, data.max_response_length or the rows of "
+            "data.val_files (data.val_max_samples)"
+            if arena_bytes is None
+            else f"lower transfer_queue.arena_bytes={arena_bytes}, or leave it null for what is needed"
+        )
+        return [f"the run needs {_mib(needed_bytes)} of shared memory and {_mib(available)} can be had; {remedy}"]
     return []
 
 

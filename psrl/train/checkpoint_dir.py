@@ -71,6 +71,8 @@ class Checkpoint:
     @staticmethod
     def open(path: Path) -> "Checkpoint":
         """Raises CheckpointError, naming the file, when something is missing or has another size."""
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is not there: a checkpoint is a folder like checkpoints/global_step_20")
         try:
             manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=CheckpointManifest)
         except (OSError, msgspec.MsgspecError) as error:

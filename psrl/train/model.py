@@ -6,6 +6,7 @@ Parameter names are those of Hugging Face, with tied weights once.
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,14 +60,16 @@ def load(path: str | Path, *, override_config: dict[str, Any] | None = None, che
     path = Path(path)
     if not (path / "config.json").is_file():
         raise ConfigError(f"train_actor_rollout_ref.model.path={path} is not a Hugging Face directory: no config.json")
-    config = AutoConfig.from_pretrained(path)
+    with named_errors(path):
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
     for key, value in (override_config or {}).items():
         if not hasattr(config, key):
             raise ConfigError(f"train_actor_rollout_ref.model.override_config.{key}: {path} has no such key")
         setattr(config, key, value)
-    lm = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=torch.float32, attn_implementation=attention.NAME, local_files_only=True
-    )
+    with named_errors(path):
+        lm = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=torch.float32, attn_implementation=attention.NAME, local_files_only=True
+        )
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -79,6 +82,16 @@ def load(path: str | Path, *, override_config: dict[str, Any] | None = None, che
         enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """What transformers says of a model that it cannot load, as a ConfigError that names the model."""
+    try:
+        yield
+    except Exception as error:  # safetensors and huggingface_hub raise classes of their own
+        said = str(error).strip() or type(error).__name__
+        raise ConfigError(f"train_actor_rollout_ref.model.path={path}: transformers cannot load it: {said}") from error
 
 
 def _warn_if_untied(path: Path, config: Any) -> None:

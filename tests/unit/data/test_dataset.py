@@ -125,10 +125,10 @@ def test_too_few_rows(tokenizer: ChatTokenizer, make_row: Make, write: Write, se
     dataset.require(2)
     with pytest.raises(DataError) as caught:
         dataset.require(64)
-    for part in ("3 rows read", path, "1 filtered", "2 prompts", "batch size 64", "train_batch_size"):
+    for part in ("3 rows read", path, "1 filtered", "2 prompts", "one batch of 64 prompts", "train_batch_size"):
         assert part in str(caught.value)
     none_left = PromptDataset.load(path, settings(max_prompt_length=1, filter_overlong_prompts=True), tokenizer)
-    with pytest.raises(DataError, match=r"all prompts are too long: 3 rows read .*, 3 filtered .*batch size 1"):
+    with pytest.raises(DataError, match=r"all are too long: 3 rows read .*, 3 filtered"):
         none_left.require(1)
 
 

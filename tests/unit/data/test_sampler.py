@@ -109,7 +109,7 @@ def test_feed_ends_after_its_epochs(tmp_path: Path, tokenizer: ChatTokenizer, ma
 
 
 def test_feed_refuses_too_few_rows(tmp_path: Path, tokenizer: ChatTokenizer, make_row: Callable[..., Any]) -> None:
-    with pytest.raises(DataError, match="batch size 12"):
+    with pytest.raises(DataError, match="one batch of 12 prompts"):
         feed_of(tmp_path, tokenizer, make_row, batch_size=12)
 
 

@@ -92,8 +92,10 @@ def test_room_on_disk_and_in_memory() -> None:
     assert "trainer.default_local_dir" in problem
     assert "needs 1,099,511,627,776 MiB" in problem
     pytest.importorskip("psrl._core", reason="the extension is not built")
-    (problem,) = memory_problems(1 << 60, "transfer_queue.arena_bytes")
-    assert problem.endswith("lower transfer_queue.arena_bytes")
+    (problem,) = memory_problems(1 << 60, None)
+    assert "lower data.train_batch_size, psrl.rollout_n, psrl.staleness" in problem
+    (problem,) = memory_problems(1 << 60, 1 << 60)
+    assert f"lower transfer_queue.arena_bytes={1 << 60}, or leave it null" in problem
 
 
 def test_more_threads_than_cpus_are_refused() -> None:
