@@ -15,7 +15,8 @@ uint64_t item_size(std::string_view typestring) {
   if (typestring.size() >= 3 && kOrders.find(typestring[0]) != std::string_view::npos &&
       kKinds.find(typestring[1]) != std::string_view::npos) {
     const auto parsed = std::from_chars(typestring.data() + 2, end, width);
-    if (parsed.ec == std::errc() && parsed.ptr == end) {
+    // NumPy makes one byte of a text of width 0, which would be a byte beyond the field.
+    if (parsed.ec == std::errc() && parsed.ptr == end && width > 0) {
       return typestring[1] == 'U' ? uint64_t{4} * width : width;
     }
   }

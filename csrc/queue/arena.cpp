@@ -23,18 +23,39 @@ Places places(uint64_t num_extents, uint64_t max_clients) {
   return at;
 }
 
+ArenaHeader* header_of(Segment& segment) {
+  return reinterpret_cast<ArenaHeader*>(segment.bytes(0, sizeof(ArenaHeader)).data());
+}
+
+// Whether what a header says can be: nothing empty, nothing beyond the segment, no sum that wraps.
+bool fits(const Geometry& said, uint64_t segment_bytes) {
+  if (said.extent_bytes == 0 || said.extent_bytes % kPage != 0 || said.num_extents == 0 ||
+      said.num_extents > UINT32_MAX || said.max_clients == 0) {
+    return false;
+  }
+  // Each of these alone must be below the size before their sum can be trusted not to wrap.
+  const uint64_t per_extent = sizeof(ExtentEntry) + said.max_clients * sizeof(LeaseWord);
+  if (said.extent_bytes > segment_bytes / said.num_extents ||
+      per_extent > segment_bytes / said.num_extents ||
+      said.max_clients > segment_bytes / sizeof(ClientEntry)) {
+    return false;
+  }
+  return Arena::segment_bytes(said.num_extents, said.extent_bytes, said.max_clients) <=
+         segment_bytes;
+}
+
 }  // namespace
 
 uint64_t Arena::segment_bytes(uint64_t num_extents, uint64_t extent_bytes, uint32_t max_clients) {
   return places(num_extents, max_clients).data + num_extents * extent_bytes;
 }
 
-Arena::Arena(std::shared_ptr<Segment> segment)
+Arena::Arena(std::shared_ptr<Segment> segment, const Geometry& geometry)
     : segment_(std::move(segment)),
-      header_(reinterpret_cast<ArenaHeader*>(segment_->bytes(0, sizeof(ArenaHeader)).data())) {}
-
-void Arena::locate_tables() {
-  const Places at = places(header_->num_extents, header_->max_clients);
+      extent_bytes_(geometry.extent_bytes),
+      num_extents_(static_cast<uint32_t>(geometry.num_extents)),
+      max_clients_(geometry.max_clients) {
+  const Places at = places(num_extents_, max_clients_);
   std::byte* base = segment_->bytes().data();
   clients_ = reinterpret_cast<ClientEntry*>(base + at.clients);
   extents_ = reinterpret_cast<ExtentEntry*>(base + at.extents);
@@ -60,14 +81,14 @@ std::shared_ptr<Arena> Arena::format(std::shared_ptr<Segment> segment, uint64_t 
                        " bytes holds no extent of " + std::to_string(extent_bytes) +
                        "; raise transfer_queue.arena_bytes");
   }
-  std::shared_ptr<Arena> arena(new Arena(std::move(segment)));
-  arena->header_->extent_bytes = extent_bytes;
-  arena->header_->num_extents = num_extents;
-  arena->header_->max_clients = max_clients;
+  auto* header = header_of(*segment);
+  header->extent_bytes = extent_bytes;
+  header->num_extents = num_extents;
+  header->max_clients = max_clients;
   // All tables start as zeroes: extents FREE of generation 0, no client, no lease.
-  arena->header_->magic.store(kArenaMagic, std::memory_order_release);
-  arena->locate_tables();
-  return arena;
+  header->magic.store(kArenaMagic, std::memory_order_release);
+  return std::shared_ptr<Arena>(
+      new Arena(std::move(segment), {extent_bytes, num_extents, max_clients}));
 }
 
 bool Arena::is_formatted(const Segment& segment) {
@@ -80,22 +101,19 @@ std::shared_ptr<Arena> Arena::open(std::shared_ptr<Segment> segment) {
   if (!is_formatted(*segment)) {
     throw StorageError("segment " + segment->name() + " holds no queue (yet)");
   }
-  std::shared_ptr<Arena> arena(new Arena(segment));
-  const ArenaHeader& header = *arena->header_;
-  if (header.num_extents > segment->size() || header.extent_bytes > segment->size() ||
-      segment_bytes(header.num_extents, header.extent_bytes, header.max_clients) >
-          segment->size()) {
+  const ArenaHeader& header = *header_of(*segment);
+  const Geometry said{header.extent_bytes, header.num_extents, header.max_clients};
+  if (!fits(said, segment->size())) {
     throw StorageError("segment " + segment->name() + ": its queue says more than it holds");
   }
-  arena->locate_tables();
-  return arena;
+  return std::shared_ptr<Arena>(new Arena(std::move(segment), said));
 }
 
 Bytes Arena::data(uint32_t index, uint32_t run) const {
   if (index >= num_extents() || run > num_extents() - index) {
     throw StorageError("extent " + std::to_string(index) + " is not in the arena");
   }
-  return {data_ + index * header_->extent_bytes, run * header_->extent_bytes};
+  return {data_ + index * extent_bytes_, run * extent_bytes_};
 }
 
 void Arena::check_client(ClientId client) const {

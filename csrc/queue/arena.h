@@ -22,6 +22,13 @@ struct ClientId {
   bool operator==(const ClientId&) const = default;
 };
 
+// How an arena is divided.
+struct Geometry {
+  uint64_t extent_bytes = 0;
+  uint64_t num_extents = 0;
+  uint32_t max_clients = 0;
+};
+
 class Arena {
  public:
   // Lays out a zeroed segment. Raises StorageError if it holds less than one extent.
@@ -33,15 +40,15 @@ class Arena {
   // Size of a segment that holds so many extents.
   static uint64_t segment_bytes(uint64_t num_extents, uint64_t extent_bytes, uint32_t max_clients);
 
-  uint64_t extent_bytes() const { return header_->extent_bytes; }
-  uint32_t num_extents() const { return static_cast<uint32_t>(header_->num_extents); }
-  uint32_t max_clients() const { return header_->max_clients; }
-  uint64_t capacity() const { return header_->num_extents * header_->extent_bytes; }
+  uint64_t extent_bytes() const { return extent_bytes_; }
+  uint32_t num_extents() const { return num_extents_; }
+  uint32_t max_clients() const { return max_clients_; }
+  uint64_t capacity() const { return num_extents_ * extent_bytes_; }
 
   ClientEntry& client(uint32_t number) const { return clients_[number]; }
   ExtentEntry& extent(uint32_t index) const { return extents_[index]; }
   LeaseWord& lease_word(uint32_t client, uint32_t extent) const {
-    return leases_[uint64_t{client} * header_->num_extents + extent];
+    return leases_[uint64_t{client} * num_extents_ + extent];
   }
   // The bytes of a grant: `run` extents from `index`.
   Bytes data(uint32_t index, uint32_t run = 1) const;
@@ -50,11 +57,13 @@ class Arena {
   void check_client(ClientId client) const;
 
  private:
-  explicit Arena(std::shared_ptr<Segment> segment);
-  void locate_tables();
+  // Sizes are taken from the header once and checked: what others write there later moves nothing.
+  Arena(std::shared_ptr<Segment> segment, const Geometry& geometry);
 
   std::shared_ptr<Segment> segment_;
-  ArenaHeader* header_;
+  uint64_t extent_bytes_;
+  uint32_t num_extents_;
+  uint32_t max_clients_;
   ClientEntry* clients_ = nullptr;
   ExtentEntry* extents_ = nullptr;
   LeaseWord* leases_ = nullptr;

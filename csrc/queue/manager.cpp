@@ -34,7 +34,7 @@ void ArenaManager::recover() {
       case ExtentState::kFree:
         break;
       default:
-        covered_until = i + std::max(1u, extent.run.load());
+        covered_until = i + run_of(i);
         // A record freed without its count having gone down: count again. Open extents have a
         // writer who counts himself; theirs come right when they are sealed and released.
         if (state_of(word) == ExtentState::kSealed) recount(i, /*abort_unfinished=*/false);
@@ -42,10 +42,15 @@ void ArenaManager::recover() {
   }
 }
 
+uint32_t ArenaManager::run_of(uint32_t index) const {
+  return std::clamp(arena_->extent(index).run.load(), 1u, arena_->num_extents() - index);
+}
+
 std::optional<uint32_t> ArenaManager::find_client(const std::string& name) const {
   for (uint32_t i = 0; i < arena_->max_clients(); ++i) {
     const ClientEntry& entry = arena_->client(i);
-    if (in_use(entry.incarnation.load()) && entry.name_length == name.size() &&
+    if (in_use(entry.incarnation.load()) && name.size() <= sizeof(entry.name) &&
+        entry.name_length == name.size() &&
         std::memcmp(entry.name, name.data(), name.size()) == 0) {
       return i;
     }
@@ -122,8 +127,10 @@ std::vector<Grant> ArenaManager::grant(ClientId client, uint64_t bytes, uint32_t
         std::find(held.begin(), held.end(), i) != held.end()) {
       continue;
     }
-    grants.push_back({i, generation_of(word), extent.run.load()});
-    fits |= extent.run.load() * extent_bytes >= extent.bump.load() + bytes;
+    const uint64_t room = run_of(i) * extent_bytes;
+    const uint64_t bump = std::min(extent.bump.load(), room);
+    grants.push_back({i, generation_of(word), run_of(i)});
+    fits |= bytes <= room - bump;
   }
   if (fits) return grants;
 
@@ -145,8 +152,12 @@ bool ArenaManager::free(const RecordRef& ref) {
   ExtentEntry& extent = arena_->extent(ref.extent);
   const uint64_t word = extent.word.load();
   if (generation_of(word) != ref.generation || !holds_records(state_of(word))) return false;
-  if (ref.offset % kAlignment != 0 || ref.offset >= extent.bump.load()) return false;
-  const Bytes data = arena_->data(ref.extent, extent.run.load());
+  const Bytes data = arena_->data(ref.extent, run_of(ref.extent));
+  const uint64_t end = std::min<uint64_t>(extent.bump.load(), data.size());
+  if (ref.offset % kAlignment != 0 || ref.offset >= end ||
+      sizeof(RecordHeader) > end - ref.offset) {
+    return false;
+  }
   auto* header = reinterpret_cast<RecordHeader*>(data.data() + ref.offset);
   if (header->magic != kRecordMagic || header->length != ref.length) return false;
   auto committed = static_cast<uint32_t>(RecordState::kCommitted);
@@ -159,26 +170,27 @@ bool ArenaManager::free(const RecordRef& ref) {
 }
 
 void ArenaManager::for_each_record(
-    uint32_t index, const std::function<void(RecordHeader&, uint64_t)>& visit) const {
+    uint32_t index, const std::function<void(RecordHeader&, uint64_t, uint64_t)>& visit) const {
   const ExtentEntry& extent = arena_->extent(index);
-  const Bytes data = arena_->data(index, extent.run.load());
+  const Bytes data = arena_->data(index, run_of(index));
   // A header's length is written before the bump passes it, so up to there all can be walked.
   const uint64_t end = std::min<uint64_t>(extent.bump.load(std::memory_order_acquire), data.size());
   for (uint64_t offset = 0; offset + sizeof(RecordHeader) <= end;) {
     auto& header = *reinterpret_cast<RecordHeader*>(data.data() + offset);
-    if (header.magic != kRecordMagic || header.length < sizeof(RecordHeader) ||
-        header.length % kAlignment != 0 || header.length > end - offset) {
+    const uint64_t length = header.length;
+    if (header.magic != kRecordMagic || length < sizeof(RecordHeader) || length % kAlignment != 0 ||
+        length > end - offset) {
       throw ChecksumMismatch("extent " + std::to_string(index) + " is damaged at byte " +
                              std::to_string(offset));
     }
-    visit(header, offset);
-    offset += header.length;
+    visit(header, offset, length);
+    offset += length;
   }
 }
 
 void ArenaManager::recount(uint32_t index, bool abort_unfinished) {
   uint32_t live = 0;
-  for_each_record(index, [&](RecordHeader& header, uint64_t) {
+  for_each_record(index, [&](RecordHeader& header, uint64_t, uint64_t) {
     auto state = static_cast<RecordState>(header.state.load());
     if (state == RecordState::kWriting && abort_unfinished) {
       state = RecordState::kAborted;
@@ -225,15 +237,15 @@ Released ArenaManager::release_client(const std::string& name) {
 
 void ArenaManager::collect(uint32_t index, std::vector<RecordInfo>& into) const {
   const ExtentEntry& extent = arena_->extent(index);
-  const Bytes data = arena_->data(index, extent.run.load());
-  for_each_record(index, [&](RecordHeader& header, uint64_t offset) {
+  const Bytes data = arena_->data(index, run_of(index));
+  for_each_record(index, [&](RecordHeader& header, uint64_t offset, uint64_t length) {
     if (header.state.load(std::memory_order_acquire) !=
         static_cast<uint32_t>(RecordState::kCommitted)) {
       return;
     }
     RecordInfo info;
-    info.ref = {index, generation_of(extent.word.load()), offset, header.length};
-    info.description = decode(data.subspan(offset, header.length));
+    info.ref = {index, generation_of(extent.word.load()), offset, length};
+    info.description = decode(data.subspan(offset, length));
     info.written_ns = header.written_ns;
     into.push_back(std::move(info));
   });
@@ -265,7 +277,7 @@ void ArenaManager::sweep() {
       leased = (arena_->lease_word(c, i).load() & 0xFFFFFFFF) != 0;
     }
     if (leased) continue;
-    const uint32_t run = extent.run.load();
+    const uint32_t run = run_of(i);
     extent.word.store(extent_word(generation_of(word), ExtentState::kFree));
     for (uint32_t m = i + 1; m < i + run; ++m) {
       ExtentEntry& member = arena_->extent(m);

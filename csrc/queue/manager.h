@@ -69,12 +69,15 @@ class ArenaManager {
   const Arena& arena() const { return *arena_; }
 
  private:
+  // Extents of the grant that begins there; what a damaged entry says is kept within the arena.
+  uint32_t run_of(uint32_t extent) const;
   std::optional<uint32_t> find_client(const std::string& name) const;
   void recover();
   std::optional<Grant> take(ClientId client, uint32_t run, bool from_the_end);
   void recount(uint32_t extent, bool abort_unfinished);
+  // Calls visit(header, offset, length) for each record; the length has been checked.
   void for_each_record(uint32_t extent,
-                       const std::function<void(RecordHeader&, uint64_t)>& visit) const;
+                       const std::function<void(RecordHeader&, uint64_t, uint64_t)>& visit) const;
   void collect(uint32_t extent, std::vector<RecordInfo>& into) const;
 
   std::shared_ptr<Arena> arena_;

@@ -105,11 +105,14 @@ Description decode(ConstBytes record) {
   if (record.size() < sizeof(RecordHeader)) malformed("no room for a header");
   const auto* header = reinterpret_cast<const RecordHeader*>(record.data());
   if (header->magic != kRecordMagic) malformed("wrong magic");
-  if (header->length > record.size() || header->length < sizeof(RecordHeader) ||
-      header->meta_bytes > header->length - sizeof(RecordHeader)) {
+  // Read once: the memory is shared, and what was checked must be what is used.
+  const uint64_t length = header->length;
+  const uint64_t meta_bytes = header->meta_bytes;
+  if (length > record.size() || length < sizeof(RecordHeader) ||
+      meta_bytes > length - sizeof(RecordHeader)) {
     malformed("lengths do not agree");
   }
-  const ConstBytes meta = record.subspan(sizeof(RecordHeader), header->meta_bytes);
+  const ConstBytes meta = record.subspan(sizeof(RecordHeader), meta_bytes);
   if (crc32c(meta) != header->checksum) malformed("checksum of its description");
 
   Parser parser(meta);
@@ -125,7 +128,7 @@ Description decode(ConstBytes record) {
     for (uint64_t& extent : field.shape) extent = parser.number();
     field.offset = parser.number();
     field.nbytes = parser.number();
-    if (field.offset > header->length || field.nbytes > header->length - field.offset ||
+    if (field.offset > length || field.nbytes > length - field.offset ||
         array_bytes(field.dtype, field.shape) != field.nbytes) {
       malformed("a field lies outside");
     }

@@ -51,6 +51,8 @@ RecordRef PendingRecord::commit() {
 
 PendingRecord::~PendingRecord() {
   if (header_ == nullptr) return;
+  // A client that was released has nothing there any more; the extent may be another's by now.
+  if (arena_->client(client_.number).incarnation.load() != client_.incarnation) return;
   auto writing = static_cast<uint32_t>(RecordState::kWriting);
   if (header_->state.compare_exchange_strong(writing,
                                              static_cast<uint32_t>(RecordState::kAborted))) {
@@ -109,7 +111,7 @@ std::optional<QueueWriter::Slot> QueueWriter::allocate(uint64_t length) {
     ExtentEntry& extent = arena_->extent(grant->extent);
     const uint64_t capacity = grant->run * arena_->extent_bytes();
     const uint64_t offset = extent.bump.load();
-    if (length > capacity - offset) {
+    if (offset > capacity || length > capacity - offset) {
       // Full for rows of this size; the next extent goes on. (Small rows might still fit, but one
       // open extent at a time is what bounds the space that a writer holds.)
       if (large && grant->run == 1) {

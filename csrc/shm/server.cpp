@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 
 #include <algorithm>
@@ -122,6 +123,8 @@ SegmentServer::SegmentServer(const std::string& path)
       stop_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!listener_ || !stop_) throw_errno("segment server " + path);
   const sockaddr_un address = address_of(path);
+  // Before bind: the path is never open to others, whatever the umask.
+  if (::fchmod(listener_.get(), 0600) != 0) throw_errno("segment server " + path);
   if (::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 ||
       ::listen(listener_.get(), 128) != 0) {
     throw_errno("segment server cannot listen on " + path);

@@ -43,6 +43,15 @@ bool transition(SlotHeader& slot, SlotWord from, SlotWord to) {
   return slot.word.compare_exchange_strong(expected, to.pack());
 }
 
+// Raises StorageError for a word that names a slot that does not exist.
+NewestWord unpack_newest(uint64_t word) {
+  const NewestWord visible = NewestWord::unpack(word);
+  if (std::max(visible.newest, visible.previous) >= static_cast<int>(kSlots)) {
+    throw StorageError("weights: the store's header is damaged");
+  }
+  return visible;
+}
+
 uint64_t present(uint32_t crc) { return kChecksumPresent | crc; }
 
 void require_aligned(ConstBytes memory) {
@@ -63,6 +72,7 @@ uint64_t WeightStore::required_bytes(uint64_t data_bytes) { return Plan(data_byt
 WeightStore::WeightStore(Bytes memory, uint64_t data_bytes, std::shared_ptr<const void> owner)
     : owner_(std::move(owner)),
       header_(reinterpret_cast<StoreHeader*>(memory.data())),
+      data_bytes_(data_bytes),
       num_chunks_(chunks_of(data_bytes)) {
   const Plan plan(data_bytes);
   for (size_t i = 0; i < kSlots; ++i) {
@@ -137,7 +147,7 @@ Ticket WeightStore::begin(uint64_t epoch, uint64_t version, const ManifestHash& 
   refuse_stale(epoch);
   refuse_gap(epoch, version);
   fence(epoch);
-  const NewestWord visible = NewestWord::unpack(header_->newest.load());
+  const NewestWord visible = unpack_newest(header_->newest.load());
   int chosen = -1;
   bool chosen_free = false;
   for (uint32_t i = 0; i < kSlots; ++i) {
@@ -162,6 +172,9 @@ Ticket WeightStore::begin(uint64_t epoch, uint64_t version, const ManifestHash& 
   if (!transition(slot, from, to)) {
     throw StorageError("weights: another writer began a version at the same time");
   }
+  // Whoever sees a byte written from here on also sees the new generation, and so knows that its
+  // copy is torn. A store alone does not keep the plain writes of `put` behind it.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   slot.epoch.store(epoch);
   slot.version.store(version);
   slot.manifest_hash[0].store(manifest_hash[0]);
@@ -241,7 +254,7 @@ void WeightStore::abandon(uint32_t index) {
 std::optional<Committed> WeightStore::newest() const {
   for (;;) {
     const uint64_t word = header_->newest.load();
-    const NewestWord visible = NewestWord::unpack(word);
+    const NewestWord visible = unpack_newest(word);
     if (visible.newest < 0) return std::nullopt;
     const SlotHeader& slot = *slots_[visible.newest];
     const Committed found{slot.epoch.load(), slot.version.load(),
@@ -256,7 +269,7 @@ void WeightStore::commit(uint64_t epoch, uint64_t version, uint32_t index) {
   SlotHeader& slot = *slots_[index];
   const SlotWord word = word_of(slot);
   uint64_t current = header_->newest.load();
-  const NewestWord visible = NewestWord::unpack(current);
+  const NewestWord visible = unpack_newest(current);
   const bool same = slot.epoch.load() == epoch && slot.version.load() == version;
   if (same && visible.newest == static_cast<int>(index)) return;  // said twice
   if (!same || (word.state != SlotState::kSealed && word.state != SlotState::kCommitted) ||
@@ -297,7 +310,7 @@ std::optional<Lease> WeightStore::acquire(std::string_view client, uint64_t min_
   const uint32_t index = client_index(client);
   for (;;) {
     const uint64_t word = header_->newest.load();
-    const NewestWord visible = NewestWord::unpack(word);
+    const NewestWord visible = unpack_newest(word);
     if (visible.newest < 0) return std::nullopt;
     SlotHeader& slot = *slots_[visible.newest];
     const Lease lease{.slot = static_cast<uint32_t>(visible.newest),
@@ -388,7 +401,7 @@ ConstBytes WeightStore::view(const Lease& lease) const {
 }
 
 std::array<SlotInfo, kSlots> WeightStore::slots() const {
-  const NewestWord visible = NewestWord::unpack(header_->newest.load());
+  const NewestWord visible = unpack_newest(header_->newest.load());
   std::array<SlotInfo, kSlots> infos;
   for (size_t i = 0; i < kSlots; ++i) {
     const SlotHeader& slot = *slots_[i];

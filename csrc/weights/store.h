@@ -84,7 +84,7 @@ class WeightStore {
   // Finds the store that is there. Raises StorageError if there is none or it does not fit.
   static WeightStore open(Bytes memory, std::shared_ptr<const void> owner);
 
-  uint64_t data_bytes() const { return header_->data_bytes; }
+  uint64_t data_bytes() const { return data_bytes_; }
   uint64_t num_chunks() const { return num_chunks_; }
 
   // Refuses everything of epochs before `epoch` from now on. Idempotent.
@@ -147,6 +147,7 @@ class WeightStore {
 
   std::shared_ptr<const void> owner_;
   StoreHeader* header_ = nullptr;
+  uint64_t data_bytes_ = 0;  // as the header said when it was checked
   uint64_t num_chunks_ = 0;
   std::array<SlotHeader*, kSlots> slots_{};
   std::array<std::span<std::atomic<uint64_t>>, kSlots> checksums_;

@@ -293,6 +293,58 @@ TEST(Queue, ArenaIsCheckedWhenOpened) {
 
 // Writers, readers and the manager at once on an arena that is always nearly full: every read gives
 // the row that was asked for or UnknownKey, and in the end every byte is free again.
+
+// What a header says is believed once, at open, and only if it can be.
+TEST(Queue, RefusesAHeaderThatCannotBe) {
+  const uint64_t num_extents = Node(8).arena->num_extents();
+  const uint64_t huge = uint64_t{1} << 63;
+  const Geometry bad[] = {
+      {0, num_extents, 8},
+      {1000, num_extents, 8},
+      {kExtent, 0, 8},
+      {kExtent, num_extents, 0},
+      {huge, 2, 8},
+      {kExtent, huge, 8},
+      {huge, huge, 8},
+      {kExtent, 1 << 20, 8},
+      {kExtent, 1, UINT32_MAX},
+      {uint64_t{1} << 40, 1u << 24, 8},
+  };
+  for (const Geometry& said : bad) {
+    const Node node(8);
+    auto* header = reinterpret_cast<ArenaHeader*>(node.segment->bytes().data());
+    header->extent_bytes = said.extent_bytes;
+    header->num_extents = said.num_extents;
+    header->max_clients = said.max_clients;
+    EXPECT_THROW(Arena::open(Segment::attach(node.segment->fd())), StorageError)
+        << said.extent_bytes << " " << said.num_extents << " " << said.max_clients;
+  }
+}
+
+TEST(Queue, StaysWithinTheArenaWhateverIsWrittenToItsTables) {
+  Node node(4);
+  Writer alice(node, "alice");
+  const RecordRef ref = alice.put("a", 1, 4);
+  QueueReader reader(node.map(), node.manager->register_client("bob"));
+  auto* header = reinterpret_cast<ArenaHeader*>(node.segment->bytes().data());
+  header->num_extents = uint64_t{1} << 40;  // opened before: nobody looks any more
+  header->extent_bytes = uint64_t{1} << 40;
+  EXPECT_EQ(node.arena->capacity(), 4 * kExtent);
+  EXPECT_EQ(reader.read(ref).description.key, "a");
+
+  ExtentEntry& extent = node.arena->extent(ref.extent);
+  extent.bump.store(UINT64_MAX - 63);
+  EXPECT_FALSE(node.manager->free({ref.extent, ref.generation, UINT64_MAX - 127, 64}));
+  EXPECT_THROW(node.manager->scan(), ChecksumMismatch);
+  EXPECT_TRUE(alice.begin("b", 2, 4));  // full, as far as it says: another extent is taken
+  extent.run.store(UINT32_MAX);
+  EXPECT_THROW(reader.read(ref), StorageError);
+  EXPECT_FALSE(node.manager->free({ref.extent, ref.generation, 1 << 30, 64}));
+  extent.live.store(0);
+  node.manager->sweep();  // gives the whole run back, which ends with the arena
+  EXPECT_EQ(node.arena->extent(3).live.load(), 0U);
+}
+
 TEST(Queue, LeaseAndReclaimRace) {
   constexpr int kWriters = 2;
   constexpr int kReaders = 3;

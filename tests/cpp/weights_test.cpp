@@ -276,6 +276,23 @@ TEST_F(Weights, OpenFindsWhatWasCommitted) {
   EXPECT_THROW(WeightStore::open(span_, nullptr), StorageError);
 }
 
+TEST_F(Weights, StayWithinTheirMemoryWhateverIsWrittenToTheHeader) {
+  publish(1, 1);
+  auto* header = reinterpret_cast<StoreHeader*>(memory_.get());
+  const auto lease = store_->acquire("replica", 1);
+  const Ticket ticket = store_->begin(1, 2, kHash);
+  header->data_bytes = uint64_t{1} << 50;
+  EXPECT_EQ(store_->data_bytes(), kData);
+  EXPECT_THROW(store_->put(ticket, kData, filled(2)), StorageError);
+  EXPECT_EQ(store_->view(*lease).size(), kData);
+  EXPECT_THROW(WeightStore::open(span_, nullptr), StorageError);
+
+  header->newest.store(NewestWord{9, 0, 7}.pack());
+  EXPECT_THROW(store_->newest(), StorageError);
+  EXPECT_THROW(store_->acquire("replica", 1), StorageError);
+  EXPECT_THROW(store_->slots(), StorageError);
+}
+
 TEST_F(Weights, ReadersNeverSeeAMixtureWhileVersionsArePushed) {
   publish(0, 0);
   constexpr uint64_t kVersions = 60;
