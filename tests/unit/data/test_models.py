@@ -1,6 +1,5 @@
 """The embedded model directories load as any Hugging Face model does."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -32,16 +31,13 @@ def test_smollm2_refuses_an_unknown_dtype(tmp_path: Path) -> None:
         smollm2(tmp_path, dtype="int4")
 
 
-def test_smollm2_speaks() -> None:
-    directory = os.environ.get("PSRL_SMOLLM2")
-    if not directory:
-        pytest.skip("PSRL_SMOLLM2 is not set: make the model with `psrl model smollm2 --out DIR` and name it")
+def test_smollm2_speaks(smollm2_dir: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     from psrl.data import ChatTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), ChatTokenizer.load(directory)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(smollm2_dir), ChatTokenizer.load(smollm2_dir)
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
     ids = torch.tensor([tokenizer.encode_prompt([{"role": "user", "content": "What is the capital of France?"}])])

@@ -1,7 +1,6 @@
 """Our tokenizer against transformers' on the same directory, and what it says when files are missing."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,11 +49,8 @@ def test_tiny_equals_transformers(tmp_path: Path) -> None:
     same_as_transformers(tiny(tmp_path / "tiny"))
 
 
-def test_smollm2_equals_transformers() -> None:
-    directory = os.environ.get("PSRL_SMOLLM2")
-    if not directory:
-        pytest.skip("PSRL_SMOLLM2 is not set: make the model with `psrl model smollm2 --out DIR` and name it")
-    same_as_transformers(Path(directory))
+def test_smollm2_equals_transformers(smollm2_dir: Path) -> None:
+    same_as_transformers(smollm2_dir)
 
 
 def test_no_torch_is_imported(tokenizer_dir: Path) -> None:
