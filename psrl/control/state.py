@@ -31,6 +31,11 @@ class ControlState(msgspec.Struct, frozen=True, kw_only=True):
     counters: Counters
     log_bytes: int  # size of trajectories.jsonl; later lines are of a history that a resume leaves behind
 
+    def for_another_log(self) -> "ControlState":
+        """The same point, for a run whose log has nothing of what led to it: only unfinished groups are counted."""
+        counters = Counters(offered=len(self.unfinished), in_flight=len(self.unfinished))
+        return msgspec.structs.replace(self, counters=counters, log_bytes=0)
+
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 

@@ -16,7 +16,8 @@ from psrl.errors import CheckpointError, ConfigError, DataError, PsrlError
 from psrl.launch.model_files import manifest_of, max_positions, read_config
 from psrl.launch.ports import free_ports
 from psrl.launch.preflight import machine_problems
-from psrl.launch.spec import RunSpec
+from psrl.launch.previous import set_aside
+from psrl.launch.spec import CHECKPOINTS, RunSpec, is_own_checkpoint
 from psrl.reward.plan import RewardPlan
 from psrl.reward.process import verify
 from psrl.train.checkpoint_dir import Checkpoint, resume_point
@@ -24,8 +25,6 @@ from psrl.transfer.capacity import QueueLoad, QueuePlan, plan_queue
 from psrl.types import Epoch, Version
 from psrl.weights.manifest import Manifest
 from psrl.weights.store import WeightStore
-
-CHECKPOINTS = "checkpoints"
 
 T = TypeVar("T")
 
@@ -86,15 +85,19 @@ def make_plan(config: Config) -> Plan:
 
 
 def make_spec(config: Config, plan: Plan, run_dir: Path, socket_dir: Path) -> RunSpec:
-    """Choose where to start from and number this attempt. Raises ConfigError if the checkpoint asked for is no good, or
-    was made with other data.
+    """Choose where to start from and number this attempt; when that is not this directory's own checkpoint, but it has
+    a record, the record is moved aside. Raises ConfigError if the checkpoint asked for is no good, or was made with
+    other data.
     """
-    checkpoint = resume_point(run_dir / CHECKPOINTS, config.trainer.resume_mode, config.trainer.resume_from_path)
+    mode = config.trainer.resume_mode
+    checkpoint = resume_point(run_dir / CHECKPOINTS, mode, config.trainer.resume_from_path)
     initial = 0
     if checkpoint is not None:
         state = ControlState.decode(checkpoint.control_state())
         Sampler(plan.order).restore(msgspec.msgpack.decode(state.feed, type=Position))
         initial = state.version
+    if mode == "disable" or (checkpoint is not None and not is_own_checkpoint(checkpoint.path, run_dir)):
+        set_aside(run_dir)
     log = TrajectoryLog(run_dir)
     log.close()
     return RunSpec(

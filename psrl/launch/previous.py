@@ -1,9 +1,12 @@
-"""A run that starts anew in a directory that was used: what is there moves to `previous-N/`, whole and readable.
+"""A run that does not go on with the record of its directory: what is there moves to `previous-N/`, whole and readable.
 
 So the record of the new run is of the new run alone, and nothing is deleted: `psrl report RUN_DIR/previous-1` works.
 """
 
+import logging
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 # Checkpoints first, attempts last: if this is cut short, a start that resumes sees an old record without checkpoints,
 # and begins from nothing by itself.
@@ -21,7 +24,7 @@ _RECORD = ("checkpoints", "trajectories.jsonl", "attempts.jsonl")
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Move what earlier starts left; the folder that it is in now, or None when there was no record of a run."""
+    """Move what earlier starts left, and say so; where it is now, or None when there was no record of a run."""
     if not any((run_dir / name).exists() for name in _RECORD):
         return None
     number = 1
@@ -32,4 +35,5 @@ def set_aside(run_dir: Path) -> Path | None:
     for name in _NAMES:
         if (run_dir / name).exists():
             (run_dir / name).rename(previous / name)
+    logger.warning("the run starts anew: what was in %s is in %s now", run_dir, previous)
     return previous

@@ -9,6 +9,12 @@ from psrl.types import Epoch, Version
 
 QUEUE_SEGMENT = "queue"
 WEIGHTS_SEGMENT = "weights"
+CHECKPOINTS = "checkpoints"
+
+
+def is_own_checkpoint(checkpoint: Path, run_dir: Path) -> bool:
+    """Whether the checkpoint is one of this run directory, whose record then has what led to it."""
+    return checkpoint.resolve().parent == (run_dir / CHECKPOINTS).resolve()
 
 
 class RunSpec(msgspec.Struct, frozen=True):

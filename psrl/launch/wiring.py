@@ -28,7 +28,6 @@ from psrl.launch.local import Exit, LocalLauncher, ProcessSpec
 from psrl.launch.logs import ConsoleView
 from psrl.launch.messages import ProcessLost
 from psrl.launch.plan import Plan, is_finished, make_spec
-from psrl.launch.previous import set_aside
 from psrl.launch.progress import Progress
 from psrl.launch.run_lock import RunLock
 from psrl.launch.spec import HEAD, WEIGHTS_SEGMENT, RunSpec
@@ -203,15 +202,12 @@ async def _run_in(loaded: Loaded, plan: Plan, clusters: list[Cluster]) -> int:
     socket_dir = Path(tempfile.mkdtemp(prefix="psrl-"))
     try:
         with RunLock(run_dir):
-            previous = set_aside(run_dir) if loaded.config.trainer.resume_mode == "disable" else None
             spec = make_spec(loaded.config, plan, run_dir, socket_dir)
             (run_dir / "config.yaml").write_text(to_yaml(loaded.config, loaded.origins), encoding="utf-8")
             progress = Progress(run_dir, spec)
             cluster = Cluster(spec, plan.queue, emit=progress.say)
             clusters.append(cluster)
             try:
-                if previous is not None:
-                    progress.say(f"trainer.resume_mode=disable: what was in {run_dir} is in {previous} now")
                 if is_finished(spec):
                     progress.say(f"all {spec.total_steps} steps of {run_dir} are done; nothing was started")
                     return 0
@@ -220,7 +216,7 @@ async def _run_in(loaded: Loaded, plan: Plan, clusters: list[Cluster]) -> int:
                 report = cluster.launcher.failure_report()
                 if report is None:
                     raise
-                raise RunFailed(f"{error}\n{report}") from error
+                raise RunFailed(report if str(error) in report else f"{error}\n{report}") from error
             finally:
                 progress.close()
     finally:

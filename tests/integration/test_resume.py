@@ -150,10 +150,19 @@ def test_a_killed_run_goes_on_whatever_happens_to_its_directory(
     # Starting anew leaves the old run whole, beside the new one.
     live = start_run("run", *settings, "trainer.resume_mode=disable", "trainer.total_training_steps=2")
     assert live.end() == 0, live.output()
-    assert f"what was in {run_dir} is in {run_dir}/previous-1 now" in live.output()
+    assert f"the run starts anew: what was in {run_dir} is in {run_dir}/previous-1 now" in live.output()
     new, old = report(run_dir, with_curves=False), report(run_dir / "previous-1", with_curves=False)
     assert new.ok, new.text()
     assert old.ok, old.text()
     assert (new.summary.num_steps, new.summary.num_attempts) == (2, 1)
     assert (old.summary.num_steps, old.summary.num_attempts) == (STEPS, 2)
+
+    # So does going on from a checkpoint of another directory; the new record is of what was done here.
+    other = run_dir / f"previous-1/checkpoints/global_step_{STEPS - 2}"
+    live = start_run("run", *settings, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={other}")
+    assert live.end() == 0, live.output()
+    found = report(run_dir, with_curves=False)
+    assert found.ok, found.text()
+    assert (found.summary.num_steps, found.summary.num_attempts) == (2, 1)
+    assert report(run_dir / "previous-2", with_curves=False).summary.num_steps == 2
     assert live.leftovers() == []

@@ -10,7 +10,7 @@ from psrl.control.messages import GetStatus, WorkerLost
 from psrl.data import ChatTokenizer, PromptDataset, PromptFeed
 from psrl.launch.messages import Ack, CollectMetrics, Metrics, ProcessLost
 from psrl.launch.roles.failure import raise_when_failed
-from psrl.launch.spec import QUEUE_SEGMENT, WEIGHTS_SEGMENT, RunSpec
+from psrl.launch.spec import QUEUE_SEGMENT, WEIGHTS_SEGMENT, RunSpec, is_own_checkpoint
 from psrl.rollout.coordinator import RolloutCoordinator
 from psrl.rollout.gateway import RolloutGateway
 from psrl.rollout.messages import AbortTrajectories, GetRolloutView, GetSyncView, ReplicaLost, VersionPublished
@@ -131,7 +131,10 @@ async def run(spec: RunSpec, name: str) -> None:
     logger.info("validation data: %s", validation.describe())
     state = None
     if spec.resume_from is not None:
-        state = ControlState.decode(Checkpoint.open(Path(spec.resume_from)).control_state())
+        checkpoint = Checkpoint.open(Path(spec.resume_from))
+        state = ControlState.decode(checkpoint.control_state())
+        if not is_own_checkpoint(checkpoint.path, Path(spec.run_dir)):
+            state = state.for_another_log()
     settings = ControlSettings.from_config(
         config,
         num_rows=len(train),
