@@ -51,6 +51,7 @@ def counters(live: Any) -> dict[str, int]:
     return found
 
 
+@pytest.mark.timeout(240)
 def test_one_rank_and_two_take_the_same_synchronous_step(start_run: Any, reward_file: Any) -> None:
     """Besides: recomputed log-probs agree with the engine's, the penalty stands apart from the score, W&B is local."""
     overrides = [
@@ -105,6 +106,7 @@ def test_staleness_3_overlaps_generation_and_training(start_run: Any, reward_fil
         "data.max_response_length=128",
         "trainer.total_training_steps=8",
         "psrl.rollout_coordination.routing_strategy.method=round_robin",
+        "psrl.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance=8",
     )  # fmt: skip
     found = ended_well(live)
     assert found.summary.overlap is not None
@@ -116,9 +118,13 @@ def test_staleness_3_overlaps_generation_and_training(start_run: Any, reward_fil
     for step in records:
         assert sum(step[f"staleness/hist/{k}"] for k in range(4)) == 16
         assert {f"staleness/{name}" for name in ("mean", "max", "min", "mixed_ratio")} <= step.keys()
-    replicas = [span["replica"] for line in trained(live) for span in line["spans"][:1]]
-    share = replicas.count("replica-0") / len(replicas)
-    assert 0.2 < share < 0.8, share
+    rates = {"rollout/tokens_per_s", "rollout/busy_share", "sync/pause_share"}
+    assert all(rates <= step.keys() for step in records[1:])
+    assert all(step["rollout/tokens_per_s"] >= 0 for step in records[1:])
+    firsts = [(line["started_s"], line["spans"][0]["replica"]) for line in trained(live)]
+    ready_s = max(min(at_s for at_s, replica in firsts if replica == name) for name in ("replica-0", "replica-1"))
+    served = [replica for at_s, replica in firsts if at_s >= ready_s]
+    assert 0.2 < served.count("replica-0") / len(served) < 0.8, served
 
 
 def test_without_partial_rollout_no_trajectory_changes_its_version(start_run: Any, reward_file: Any) -> None:
@@ -182,7 +188,7 @@ def test_dynamic_sampling_trains_on_the_groups_that_differ(start_run: Any, rewar
         "psrl.staleness=0",
         "psrl.group_post_process.enable=true",
         "trainer.total_training_steps=2",
-        "reward.reward_loop_worker.timeout_s=3",
+        "reward.reward_loop_worker.timeout_s=5",
         "reward.reward_loop_worker.retry_limit=0",
         "gen_actor_rollout_ref.rollout.agent.retry_limit=0",
     )
@@ -193,7 +199,7 @@ def test_dynamic_sampling_trains_on_the_groups_that_differ(start_run: Any, rewar
     assert {line["group"] % 2 for line in trained(live)} == {1}
     assert all(step["batch/groups_used"] == 4 and step["batch/groups_filtered"] > 0 for step in steps(live))
     (reason,) = {line["reason"] for line in live.trajectories() if line["outcome"] == "failed"}
-    assert "not scored: no score within 3 s" in reason
+    assert "not scored: no score within 5 s" in reason
 
 
 def test_a_reward_that_always_raises_ends_the_run_by_name(start_run: Any, reward_file: Any) -> None:
@@ -210,6 +216,7 @@ def test_a_reward_that_always_raises_ends_the_run_by_name(start_run: Any, reward
     assert "groups failed in a row; the last one: not scored: KeyError: 'no such entry' (" in last
     assert "reward_file.py, line 1)" in last
     assert "Traceback" not in last
+    assert last.count("exit status 1") == 1
     assert said.count("KeyError") < 10, "an error that all samples share is not repeated for each"
     assert live.step() == 0
 

@@ -1,6 +1,7 @@
 """A trainer rank: `psrl.train.fit` on the main thread, the actor runtime on a second one."""
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from psrl.launch.messages import CollectMetrics
 from psrl.launch.roles import head
 from psrl.launch.spec import WEIGHTS_SEGMENT, RunSpec
 from psrl.metrics import JsonlSink, MetricLogger, Sink, WandbSink
+from psrl.metrics.staleness import rollout_rates
 from psrl.train import fit
 from psrl.train.links import Head, TrainerLinks
 from psrl.transfer import BlockingTransferQueue, QueueController, StorageActor, TransferQueue
@@ -26,15 +28,22 @@ _HEAD_METRICS_TIMEOUT_S = 30.0
 
 
 class RunMetrics:
-    """The run's MetricLogger, with the head's share added to each training step."""
+    """The run's MetricLogger, with the head's share added to each training step: its totals, and rates since the step
+    before.
+    """
 
     def __init__(self, metrics: MetricLogger, runtime: BlockingRuntime, node: head.Node) -> None:
         self._metrics, self._runtime, self._node = metrics, runtime, node
+        self._totals: dict[str, float] = {}
+        self._asked_s = 0.0
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         shared: dict[str, float] = {}
         if "training/global_step" in values:
-            shared = self._runtime.call(self._node.collect_metrics(CollectMetrics()), _HEAD_METRICS_TIMEOUT_S).values
+            totals = self._runtime.call(self._node.collect_metrics(CollectMetrics()), _HEAD_METRICS_TIMEOUT_S).values
+            asked_s = time.perf_counter()
+            shared = totals | rollout_rates(self._totals, totals, asked_s - self._asked_s)
+            self._totals, self._asked_s = totals, asked_s
         self._metrics.log(step, {**shared, **values})
 
 
