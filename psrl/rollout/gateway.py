@@ -9,9 +9,13 @@ A request's way (one `generate` call):
 Requests wait here, never in an engine. Whoever changes what can be admitted (a replica came, left or synced; a
 request ended; the ledger moved) wakes one dispatcher task, which goes over the waiting requests, oldest group first.
 A request that the ledger refused at some version is not asked again at it until the ledger has changed.
+
+A broken stream is not yet a lost replica: nothing is routed there until its server answers again over a new connection,
+or the launcher says that its process ended.
 """
 
 import asyncio
+import bisect
 import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -42,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 MAX_DISPATCHES = 1000  # a request that was interrupted this often is failed by name instead of going round for ever
 GENERATE_TIMEOUT_S = 24 * 3600.0  # the agent loop sets the real limit of a trajectory
+REACH_INTERVAL_S = 0.5  # between two looks at a replica whose stream broke
 
 
 class _Replica:
@@ -51,8 +56,13 @@ class _Replica:
         self.name, self.address, self.max_running = name, address, max_running
         self.client = ReplicaClient(address)
         self.version = Version(-1)
-        self.accepting = False
+        self.held = True  # a sync is about to start, or runs
+        self.reachable = True
         self.running: dict[TrajectoryId, GenerationRequest] = {}
+
+    @property
+    def accepting(self) -> bool:
+        return self.reachable and not self.held
 
     def view(self) -> ReplicaView:
         return ReplicaView(self.name, self.version, len(self.running), self.max_running, self.accepting)
@@ -77,6 +87,7 @@ class RolloutGateway(Actor):
         self._max_concurrent_seqs = max_concurrent_seqs
         self._replicas: dict[str, _Replica] = {}
         self._waiting: dict[TrajectoryId, _Waiting] = {}
+        self._line: list[TrajectoryId] = []  # of those that wait, sorted
         self._active: dict[TrajectoryId, GenerationRequest] = {}
         self._wake = asyncio.Event()
         self._ledger_change = 0
@@ -122,21 +133,21 @@ class RolloutGateway(Actor):
 
     async def _stream(self, request: GenerationRequest, replica: _Replica) -> Generated | None:
         """Follow one dispatch. None: interrupted or lost, to be dispatched again with what it has."""
-        reason, error = "", ""
+        reason, error, client = "", "", replica.client
         try:
-            async for delta in replica.client.generate(request.to_wire()):
+            async for delta in client.generate(request.to_wire()):
                 before = request.num_tokens
                 request.take(delta, replica.name)
                 self._num_tokens += request.num_tokens - before
                 reason, error = delta.finish_reason, delta.error
         except EngineError as failure:
-            await replica.client.abort([request.request_id])
+            await client.abort([request.request_id])
             return request.result(FinishReason.ERROR, now(), str(failure))
         except ActorError as failure:
             logger.warning("replica %s lost request %s: %s", replica.name, request.request_id, failure)
-            self._stop_routing(replica)
+            self._lose_touch(replica, client)
         except asyncio.CancelledError:
-            self._close_later(replica.client.abort([request.request_id]))
+            self._close_later(client.abort([request.request_id]))
             raise
         finally:
             self._leave(request, replica)
@@ -179,18 +190,18 @@ class RolloutGateway(Actor):
         known = self._replicas.get(message.name)
         if known is None or known.address != message.address:
             if known is not None:
-                self._stop_routing(known)
+                known.held = True
                 self._close_later(known.client.close())
             known = _Replica(message.name, message.address, min(message.max_num_seqs, self._max_concurrent_seqs))
             self._replicas[message.name] = known
-        known.version, known.accepting = message.version, True
+        known.version, known.held = message.version, False
         self._wake.set()
         return Ack()
 
     @handler
     async def hold_replica(self, message: HoldReplica) -> Ack:
         if message.name in self._replicas:
-            self._stop_routing(self._replicas[message.name])
+            self._replicas[message.name].held = True
         return Ack()
 
     @handler
@@ -198,7 +209,7 @@ class RolloutGateway(Actor):
         """Its streams end with what they have; each request finds another place."""
         replica = self._replicas.pop(message.name, None)
         if replica is not None:
-            self._stop_routing(replica)
+            replica.held = True
             await replica.client.close()
         return Ack()
 
@@ -242,6 +253,7 @@ class RolloutGateway(Actor):
             return None
         waiting = _Waiting(request)
         self._waiting[request.message.trajectory] = waiting
+        bisect.insort(self._line, request.message.trajectory)
         self._wake.set()
         try:
             return await waiting.place
@@ -251,17 +263,29 @@ class RolloutGateway(Actor):
                 self._leave(request, place)
             raise
         finally:
-            self._waiting.pop(request.message.trajectory, None)
+            del self._waiting[request.message.trajectory]
+            del self._line[bisect.bisect_left(self._line, request.message.trajectory)]
 
     async def _dispatch_for_ever(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            for waiting in sorted(self._waiting.values(), key=lambda entry: entry.request.message.trajectory):
-                if not any(eligible(self._views(), None)):
-                    break
-                if not waiting.place.done():
-                    await self._try_place(waiting)
+            await self._dispatch()
+
+    async def _dispatch(self) -> None:
+        """One pass over the line. It ends when no replica takes any more; what none can take at its pinned version is
+        passed over unseen, so that thousands that wait cost nothing."""
+        stuck: set[Version | None] = set()
+        for trajectory in tuple(self._line):
+            waiting = self._waiting.get(trajectory)
+            if waiting is None or waiting.place.done() or waiting.request.message.pinned_version in stuck:
+                continue
+            if not eligible(self._views(), None):
+                return
+            await self._try_place(waiting)
+            pinned = waiting.request.message.pinned_version
+            if not waiting.place.done() and not eligible(self._views(), pinned):
+                stuck.add(pinned)
 
     async def _try_place(self, waiting: _Waiting) -> None:
         message = waiting.request.message
@@ -316,8 +340,27 @@ class RolloutGateway(Actor):
             self._busy_since = None
         self._wake.set()
 
-    def _stop_routing(self, replica: _Replica) -> None:
-        replica.accepting = False
+    def _lose_touch(self, replica: _Replica, client: ReplicaClient) -> None:
+        """The stream of `client` broke; the first request that says so begins to look for the replica again."""
+        if replica.client is not client or self._replicas.get(replica.name) is not replica:
+            return
+        replica.reachable = False
+        replica.client = ReplicaClient(replica.address)
+        self._close_later(client.close())
+        self.spawn(self._reach(replica), f"reach {replica.name}")
+
+    async def _reach(self, replica: _Replica) -> None:
+        """Until the replica answers, or was replaced or lost."""
+        while self._replicas.get(replica.name) is replica:
+            try:
+                await replica.client.health()
+            except ActorError:
+                await asyncio.sleep(REACH_INTERVAL_S)
+            else:
+                logger.warning("replica %s answers again", replica.name)
+                replica.reachable = True
+                self._wake.set()
+                return
 
     def _close_later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

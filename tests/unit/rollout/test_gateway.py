@@ -120,30 +120,38 @@ class System:
         )
         self.servers: dict[str, asyncio.Task[None]] = {}
 
-    async def add_replica(self, name: str, *, step_s: float = 0.001, max_num_seqs: int = 64) -> None:
+    async def serve(self, name: str, *, step_s: float = 0.001, max_num_seqs: int = 64, port: int = 0) -> str:
+        """Run a server that nobody knows of yet; its address."""
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         async def on_ready(address: str, load: EngineLoad) -> None:
             ready.set_result(address)
 
-        settings = ReplicaSettings(name=name, model_path="", max_model_len=4096, max_num_seqs=max_num_seqs)
+        settings = ReplicaSettings(name=name, model_path="", max_model_len=4096, max_num_seqs=max_num_seqs, port=port)
         self.servers[name] = asyncio.create_task(
             serve_replica(settings, Newest(), on_ready, make_engine=lambda _: Counting(step_s))  # type: ignore[arg-type]
         )
-        address = await asyncio.wait_for(ready, 10)
+        return await asyncio.wait_for(ready, 10)
+
+    async def add_replica(self, name: str, *, step_s: float = 0.001, max_num_seqs: int = 64) -> str:
+        address = await self.serve(name, step_s=step_s, max_num_seqs=max_num_seqs)
         await self.coordinator.register_replica(
             RegisterReplica(Epoch(0), name, address, Version(0), max_num_seqs=max_num_seqs)
         )
+        return address
 
     async def publish(self, version: int) -> None:
         await self.manager.publish(Publish(Epoch(0), Version(version), 0, ""))
         await self.coordinator.version_published(VersionPublished(Epoch(0), Version(version), 0))
         self.gateway_actor.ledger_changed()
 
-    async def end_replica(self, name: str) -> None:
-        """As if its process was killed: the server goes, then the node agent tells."""
+    async def stop_server(self, name: str) -> None:
         self.servers[name].cancel()
         await asyncio.gather(self.servers.pop(name), return_exceptions=True)
+
+    async def end_replica(self, name: str) -> None:
+        """As if its process was killed: the server goes, then the node agent tells."""
+        await self.stop_server(name)
         await self.coordinator.replica_lost(ReplicaLost(name, "killed"))
 
     async def offer(self) -> GroupOffer:
@@ -241,6 +249,30 @@ async def test_what_was_streamed_is_kept_when_a_replica_dies(tmp_path: Path) -> 
         assert [span.replica for span in result.spans] == ["replica-0", "replica-1"]
         assert sum(span.num_tokens for span in result.spans) == 200
         assert result.num_dispatches >= 2
+
+
+async def test_a_replica_whose_stream_broke_is_routed_to_again_when_it_answers(tmp_path: Path) -> None:
+    async with system(tmp_path) as made:
+        address = await made.add_replica("replica-0", step_s=0.01)
+        await made.publish(0)
+        (first, second) = siblings(await made.offer())
+        running = asyncio.create_task(made.generate(first, num_tokens=400))
+
+        async def some_tokens() -> bool:
+            return (await made.gateway.get_rollout_view(GetRolloutView())).num_generated_tokens >= 20
+
+        async def held_back() -> bool:
+            view = await made.gateway.get_rollout_view(GetRolloutView())
+            return view.num_waiting == 1 and not view.replicas[0].accepting
+
+        await until(some_tokens)
+        await made.stop_server("replica-0")  # nobody says that it is lost
+        await until(held_back)
+        assert await made.serve("replica-0", port=int(address.rpartition(":")[2])) == address
+        result = await asyncio.wait_for(running, 20)
+        assert tokens(result) == list(range(400))
+        assert result.num_dispatches >= 2
+        assert tokens(await asyncio.wait_for(made.generate(second), 10)) == list(range(8))
 
 
 async def test_a_sync_interrupts_nobody_and_later_tokens_carry_the_new_version(tmp_path: Path) -> None:
