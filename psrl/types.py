@@ -54,12 +54,17 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
 
 
-class VersionSpan(msgspec.Struct, frozen=True):
-    """`num_tokens` consecutive response tokens that replica `replica` made under weights `version`."""
+class VersionSpan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`num_tokens` consecutive response tokens that replica `replica` made under weights `version`.
+
+    `mixed_cache`: over keys and values of older weights (a sync with `psrl.sync.running=keep`), so no other engine and
+    no trainer gives the same log-probs.
+    """
 
     version: Version
     num_tokens: int
     replica: str = ""
+    mixed_cache: bool = False
 
 
 class SegmentRef(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ class Rollout(msgspec.Struct, frozen=True):
     response_mask: npt.NDArray[np.uint8]  # 1: generated, trained on; 0: from the environment
     log_probs: npt.NDArray[np.float32]  # of the sampling distribution; 0 where the mask is 0
     versions: npt.NDArray[np.int32]  # weights each token was made under; -1 where the mask is 0
+    mixed_cache: npt.NDArray[np.uint8]  # 1: made over keys and values of older weights
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     started_s: float
@@ -53,10 +54,9 @@ def rollout_of(generated: Generated) -> Rollout:
         raise EngineError(generated.error)
     response_ids = np.frombuffer(generated.token_ids, np.int32)
     log_probs = np.frombuffer(generated.log_probs, np.float32)
-    versions = np.repeat(
-        np.array([span.version for span in generated.spans], np.int32),
-        np.array([span.num_tokens for span in generated.spans], np.int64),
-    )
+    lengths = np.array([span.num_tokens for span in generated.spans], np.int64)
+    versions = np.repeat(np.array([span.version for span in generated.spans], np.int32), lengths)
+    mixed_cache = np.repeat(np.array([span.mixed_cache for span in generated.spans], np.uint8), lengths)
     if not len(response_ids) == len(log_probs) == len(versions):
         raise EngineError(
             f"{generated.trajectory.key}: {len(response_ids)} tokens, {len(log_probs)} log-probs, "
@@ -69,6 +69,7 @@ def rollout_of(generated: Generated) -> Rollout:
         response_mask=np.ones(len(response_ids), np.uint8),
         log_probs=log_probs,
         versions=versions,
+        mixed_cache=mixed_cache,
         spans=generated.spans,
         finish_reason=generated.finish_reason,
         started_s=generated.started_s,

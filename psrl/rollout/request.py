@@ -4,6 +4,8 @@ Tokens, log-probs and the version of each token grow together; a request that go
 as its prefix. The token budget is counted here alone, so that a resumed request never exceeds it.
 """
 
+import msgspec
+
 from psrl.errors import EngineError
 from psrl.rollout.messages import Generate, Generated
 from psrl.rollout.replica_pb2 import Delta, GenerateRequest
@@ -75,12 +77,12 @@ class GenerationRequest:
             return
         self._tokens += delta.token_ids
         self._log_probs += delta.log_probs
-        version = Version(delta.version)
+        made = VersionSpan(Version(delta.version), count, replica, delta.mixed_cache)
         last = self._spans[-1] if self._spans else None
-        if last is not None and last.version == version and last.replica == replica:
-            self._spans[-1] = VersionSpan(version, last.num_tokens + count, replica)
+        if last is not None and msgspec.structs.replace(last, num_tokens=count) == made:
+            self._spans[-1] = msgspec.structs.replace(last, num_tokens=last.num_tokens + count)
         else:
-            self._spans.append(VersionSpan(version, count, replica))
+            self._spans.append(made)
 
     def already_finished(self) -> FinishReason | None:
         """Whether what was streamed is complete although the final word was lost with its replica."""

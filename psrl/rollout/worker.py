@@ -212,6 +212,7 @@ def row_fields(prompt_ids: bytes, rollout: Rollout) -> dict[str, np.ndarray]:
         "response_mask": rollout.response_mask,
         "rollout_log_probs": rollout.log_probs,
         "rollout_versions": rollout.versions,
+        "mixed_cache": rollout.mixed_cache,
     }
 
 

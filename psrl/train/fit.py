@@ -46,20 +46,20 @@ def fit(config: Config, links: TrainerLinks, ranks: Ranks) -> None:
     ending = f"all {links.total_steps} steps are done"
     while step < links.total_steps:
         with trainer.timed("step"):
-            batch = trainer.next_batch(buffer=step)
-            if isinstance(batch, EndOfData):
-                ending = batch.reason
+            meta = trainer.next_batch(buffer=step)
+            if isinstance(meta, EndOfData):
+                ending = meta.reason
                 break
             step += 1
             started_s = trainer.now()
-            rows = trainer.fetch(batch)
+            rows = trainer.fetch(meta)
             plans = trainer.plan(rows)
             old_log_probs, metrics = trainer.old_log_probs(rows, plans)
             advantages = trainer.advantages(rows, plans)
             updated, update_metrics = trainer.update(step, rows, plans, old_log_probs, advantages)
             ended_s = trainer.now()
             # The entropy before the update, where it was computed, stands over the one during it.
-            metrics = update_metrics | metrics | trainer.batch_metrics(batch, rows, advantages)
+            metrics = update_metrics | metrics | trainer.batch_metrics(meta, rows, advantages)
             work = trainer.workload(rows, plans)
             del rows  # views of shared memory: publishing clears them, and validation needs the room
             trainer.publish(step, skipped=not updated)

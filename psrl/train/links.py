@@ -29,6 +29,7 @@ from psrl.control.messages import (
     TakeSnapshot,
     ValidationDone,
 )
+from psrl.transfer import KVBatchMeta
 from psrl.types import Epoch, Version
 from psrl.weights.manifest import Manifest
 
@@ -56,9 +57,7 @@ class Calls(Protocol):
 class Samples(Protocol):
     """BlockingTransferQueue."""
 
-    def kv_batch_get(
-        self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str] | None = None
-    ) -> Sequence[Mapping[str, NDArray[Any]]]: ...
+    def kv_batch_get_by_meta(self, meta: KVBatchMeta) -> Sequence[Mapping[str, NDArray[Any]]]: ...
 
     def kv_batch_put(
         self, keys: Sequence[str], partition_id: str, fields: Sequence[Mapping[str, NDArray[Any]]]

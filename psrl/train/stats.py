@@ -5,15 +5,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from psrl.control.messages import Batch, Counters
+from psrl.control.messages import Counters
 from psrl.metrics.data_metrics import data_metrics, rollout_agreement
 from psrl.metrics.staleness import staleness_metrics
 from psrl.train.ranks import Ranks
 from psrl.train.rows import Row
+from psrl.transfer import KVBatchMeta
 
 
 def batch_metrics(
-    batch: Batch,
+    meta: KVBatchMeta,
     rows: Sequence[Row],
     advantages: Mapping[int, float],
     *,
@@ -34,13 +35,16 @@ def batch_metrics(
             max_prompt_length=max_prompt_length,
             max_response_length=max_response_length,
         ),
-        **staleness_metrics(batch.staleness, staleness),
-        "batch/groups_used": float(len(batch.groups)),
-        "batch/groups_filtered": float(batch.num_filtered),
+        **staleness_metrics([row.staleness for row in rows], staleness),
+        "batch/groups_used": float(meta.extra_info["num_groups"]),
+        "batch/groups_filtered": float(meta.extra_info["num_filtered"]),
     }
     if rows:
         mixed = sum(len(np.unique(row.rollout_versions)) > 1 for row in rows)
         metrics["staleness/mixed_ratio"] = mixed / len(rows)
+        metrics["staleness/mixed_cache_ratio"] = sum(int(row.mixed_cache.sum()) for row in rows) / max(
+            sum(len(row.responses) for row in rows), 1
+        )
     return metrics
 
 
@@ -54,11 +58,12 @@ def agreement_metrics(
 ) -> dict[str, float]:
     """How far the trainer's probabilities are from the engine's, over the trained tokens of all ranks. Collective.
 
-    Large values mean that the two disagree about the model, the tokens or the sampling.
+    Large values mean that the two disagree about the model, the tokens or the sampling. Tokens made over keys and
+    values of older weights are left out: there the two must differ.
     """
     ours, theirs = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
     for number, values in old_log_probs.items():
-        kept = rows[number].response_mask.astype(bool)
+        kept = rows[number].response_mask.astype(bool) & ~rows[number].mixed_cache.astype(bool)
         ours.append(values[kept])
         theirs.append(rows[number].rollout_log_probs[kept])
     everyone = [

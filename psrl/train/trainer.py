@@ -42,8 +42,9 @@ from psrl.train.links import Head, TrainerLinks
 from psrl.train.optim import learning_rate
 from psrl.train.packing import Plan, balance_metrics, plan
 from psrl.train.ranks import Ranks
-from psrl.train.rows import FIELDS, Row, make_rows, mini_batches
+from psrl.train.rows import Row, batch_meta, make_rows, mini_batches
 from psrl.train.validation import round_metrics
+from psrl.transfer import KVBatchMeta
 from psrl.types import Purpose, Version
 
 T = TypeVar("T")
@@ -124,21 +125,20 @@ class Trainer:
         if idle > self.config.psrl.progress_timeout_s:
             raise RunFailed(f"nothing moved for {idle:.0f} s while waiting for {what}: {waiting_for}")
 
-    def next_batch(self, buffer: int) -> Batch | EndOfData:
-        """Buffer `buffer`, when it is ready; or that there will be none."""
+    def next_batch(self, buffer: int) -> KVBatchMeta | EndOfData:
+        """Which rows buffer `buffer` has, when it is ready; or that there will be none."""
 
-        def ask(head: Head) -> Coroutine[Any, Any, Batch | EndOfData | NotReady]:
-            return head.control.consume(Consume(self.links.epoch, buffer, wait_s=_WAIT_S))
+        async def ask(head: Head) -> KVBatchMeta | EndOfData | NotReady:
+            answer = await head.control.consume(Consume(self.links.epoch, buffer, wait_s=_WAIT_S))
+            return batch_meta(answer) if isinstance(answer, Batch) else answer
 
         with self.timed("wait_for_gen"):
-            batch: Batch | EndOfData = self._wait(ask, Batch | EndOfData, f"buffer {buffer}")
-        return batch
+            meta: KVBatchMeta | EndOfData = self._wait(ask, KVBatchMeta | EndOfData, f"buffer {buffer}")
+        return meta
 
-    def fetch(self, batch: Batch) -> list[Row]:
+    def fetch(self, meta: KVBatchMeta) -> list[Row]:
         """All rows of the batch, as views."""
-        keys = [key for group in batch.groups for key in group.keys]
-        fields = self.links.queue.kv_batch_get(keys, Purpose.TRAIN.value, FIELDS) if keys else []
-        return make_rows(batch, fields)
+        return make_rows(meta, self.links.queue.kv_batch_get_by_meta(meta) if len(meta) else [])
 
     # -- the stages -------------------------------------------------------------------------------------------------
 
@@ -261,10 +261,12 @@ class Trainer:
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
-    def batch_metrics(self, batch: Batch, rows: Sequence[Row], advantages: Mapping[int, float]) -> dict[str, float]:
+    def batch_metrics(
+        self, meta: KVBatchMeta, rows: Sequence[Row], advantages: Mapping[int, float]
+    ) -> dict[str, float]:
         """What the batch consists of."""
         return stats.batch_metrics(
-            batch,
+            meta,
             rows,
             advantages,
             staleness=self.config.psrl.staleness,

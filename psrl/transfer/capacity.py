@@ -18,7 +18,7 @@ MIN_EXTENT_BYTES = 16 * 1024
 MAX_CLIENTS = 64
 
 PROMPT_TOKEN_BYTES = 4  # prompts
-RESPONSE_TOKEN_BYTES = 4 + 4 + 4 + 4  # responses, response_mask (as int32 at most), rollout_log_probs, rollout_versions
+RESPONSE_TOKEN_BYTES = 4 + 4 + 4 + 4  # responses, rollout_log_probs, rollout_versions; and response_mask, mixed_cache
 LATE_TOKEN_BYTES = 5 * 4  # old_log_probs, advantages; and room for ref_log_prob, values, returns
 RECORD_BYTES = 2048  # header, description, alignment of a dozen fields, a tag
 EXTRA_ROW_BYTES = 2048  # text that rewards or environments add

@@ -8,21 +8,22 @@ from train_scripted import make_fields
 from psrl.control.messages import Batch, BatchGroup, Counters, ValidationDone, ValidationSample
 from psrl.errors import RunFailed
 from psrl.train.ranks import Ranks
-from psrl.train.rows import make_rows, mini_batches
+from psrl.train.rows import batch_meta, make_rows, mini_batches
 from psrl.train.stats import agreement_metrics, batch_metrics, group_metrics
 from psrl.train.validation import round_metrics
+from psrl.transfer import KVBatchMeta
 from psrl.types import GroupId, Version
 
 
-def make_batch(num_groups: int = 3) -> Batch:
+def make_meta(num_groups: int = 3) -> KVBatchMeta:
     groups = tuple(BatchGroup(GroupId(g), (f"{g}_0", f"{g}_1"), Version(0)) for g in range(num_groups))
-    return Batch(2, groups, tuple(i % 3 for i in range(2 * num_groups)), num_filtered=4)
+    return batch_meta(Batch(2, groups, tuple(i % 3 for i in range(2 * num_groups)), num_filtered=4))
 
 
 def make(num_groups: int = 3):
-    batch = make_batch(num_groups)
+    meta = make_meta(num_groups)
     fields = [make_fields(0, number) for number in range(2 * num_groups)]
-    return batch, fields, make_rows(batch, fields)
+    return meta, fields, make_rows(meta, fields)
 
 
 def test_rows_keep_order_group_and_age() -> None:
@@ -34,17 +35,17 @@ def test_rows_keep_order_group_and_age() -> None:
 
 
 def test_a_malformed_row_is_named() -> None:
-    batch, fields, _ = make()
+    meta, fields, _ = make()
     fields[3]["rollout_log_probs"] = fields[3]["rollout_log_probs"][:-1]
     with pytest.raises(RunFailed, match="row 1_1 is malformed"):
-        make_rows(batch, fields)
+        make_rows(meta, fields)
 
 
 def test_batch_metrics() -> None:
-    batch, fields, rows = make()
+    meta, fields, rows = make()
     fields[0]["rollout_versions"][0] = 7
     metrics = batch_metrics(
-        batch,
+        meta,
         rows,
         dict.fromkeys(range(6), 0.5),
         staleness=3,
@@ -60,7 +61,7 @@ def test_batch_metrics() -> None:
 
 
 def test_no_rows_give_no_nan() -> None:
-    metrics = batch_metrics(make_batch(0), [], {}, staleness=0, max_prompt_length=8, max_response_length=12)
+    metrics = batch_metrics(make_meta(0), [], {}, staleness=0, max_prompt_length=8, max_response_length=12)
     assert all(np.isfinite(value) for value in metrics.values())
 
 
@@ -68,12 +69,25 @@ def test_agreement_looks_at_trained_tokens_alone() -> None:
     _, fields, _ = make(1)
     for columns in fields:
         columns["response_mask"][-1] = 0
-    rows = make_rows(make_batch(1), fields)
+    rows = make_rows(make_meta(1), fields)
     ours = {n: row.rollout_log_probs.copy() for n, row in enumerate(rows)}
     for values in ours.values():
         values[-1] = 0.0
     metrics = agreement_metrics(rows, ours, Ranks.alone())
     assert metrics["training/rollout_probs_diff_max"] == 0.0
+
+
+def test_agreement_leaves_out_tokens_made_over_older_keys_and_values() -> None:
+    meta, fields, _ = make(1)
+    for columns in fields:
+        columns["mixed_cache"][0] = 1
+    rows = make_rows(meta, fields)
+    ours = {n: row.rollout_log_probs.copy() for n, row in enumerate(rows)}
+    for values in ours.values():
+        values[0] = 0.0
+    assert agreement_metrics(rows, ours, Ranks.alone()).get("training/rollout_probs_diff_max", 0.0) == 0.0
+    metrics = batch_metrics(meta, rows, {0: 0.0, 1: 0.0}, staleness=3, max_prompt_length=8, max_response_length=12)
+    assert metrics["staleness/mixed_cache_ratio"] == 2 / sum(len(row.responses) for row in rows)
 
 
 def test_conservation_counters() -> None:

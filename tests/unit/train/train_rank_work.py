@@ -55,6 +55,7 @@ def make_rows() -> list[Row]:
                 response_mask=mask,
                 rollout_log_probs=-rng.random(length).astype(np.float32),
                 rollout_versions=np.zeros(length, np.int32),
+                mixed_cache=np.zeros(length, np.uint8),
                 raw_score=float(number % 2),
                 reward=float(number % 2),
             )

@@ -72,6 +72,7 @@ def make_fields(buffer: int, number: int) -> dict[str, np.ndarray]:
         "response_mask": np.ones(num_response, np.uint8),
         "rollout_log_probs": (-3 - rng.random(num_response)).astype(np.float32),
         "rollout_versions": np.full(num_response, buffer, np.int32),
+        "mixed_cache": np.zeros(num_response, np.uint8),
         "raw_score": np.asarray(reward),
         "reward": np.asarray(reward),
     }
@@ -81,13 +82,13 @@ class Queue:
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, np.ndarray]] = {}
 
-    def kv_batch_get(self, keys, partition_id, select_fields=None):
-        assert partition_id == "train"
-        for key in keys:
+    def kv_batch_get_by_meta(self, meta):
+        assert meta.partition_id == "train"
+        for key in meta.keys:
             if key not in self.rows:
                 group, number = map(int, key.split("_"))
                 self.rows[key] = make_fields(group // 4, 4 * (group % 4) + number)
-        return [{name: self.rows[key][name] for name in select_fields} for key in keys]
+        return [{name: self.rows[key][name] for name in meta.fields} for key in meta.keys]
 
     def kv_batch_put(self, keys, partition_id, fields):
         for key, columns in zip(keys, fields, strict=True):
