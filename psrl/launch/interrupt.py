@@ -20,7 +20,8 @@ async def until_interrupted(work: Coroutine[Any, Any, int], at_once: Callable[[]
     """Run `work`; the first SIGINT, SIGTERM or SIGHUP cancels it, any later one also calls `at_once`.
 
     `work` cleans up as it is cancelled, with its own time limits. Returns what `work` returns; raises Interrupted when
-    it ended because of a signal. Must run on the main thread.
+    it ended because of a signal. From then on the signals are ignored: the process is about to end, and one more must
+    not tear a traceback into that. Must run on the main thread.
     """
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)
@@ -44,3 +45,5 @@ async def until_interrupted(work: Coroutine[Any, Any, int], at_once: Callable[[]
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
+            if seen:
+                signal.signal(number, signal.SIG_IGN)

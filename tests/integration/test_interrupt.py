@@ -45,8 +45,10 @@ def interrupt(live: Any, *signals: int) -> int:
     live.processes()
     for number in signals:
         os.killpg(live.popen.pid, number)
+        time.sleep(0.1)  # two at once may become one
     status: int = live.end(10)
     assert live.leftovers(0.5) == [], live.output()
+    assert "Traceback" not in live.output()
     return status
 
 
@@ -57,25 +59,21 @@ def test_a_run_directory_outlives_signals_at_every_stage(start_run: Callable[...
 
     live = start_run("run", *SLOW)
     in_start_up(live)
-    assert interrupt(live, signal.SIGINT) == 130
+    assert interrupt(live, signal.SIGINT, signal.SIGINT) == 130
     assert "interrupted by SIGINT" in live.output()
 
     live = start_run("run", *SLOW)
     in_validation(live)
-    assert interrupt(live, signal.SIGINT) == 130
+    assert interrupt(live, signal.SIGTERM) == 130
+    assert "interrupted by SIGTERM" in live.output()
 
     live = start_run("run", *SLOW)
     in_generation(live)
-    assert interrupt(live, signal.SIGTERM) == 130
-    assert "interrupted by SIGTERM" in live.output()
+    assert interrupt(live, signal.SIGINT) == 130
 
     live = start_run("run", *SLOW, TRAINING_LONG, "trainer.val_before_train=false")
     in_training(live)
     assert interrupt(live, signal.SIGINT) == 130
-
-    live = start_run("run", *SLOW)
-    in_generation(live)
-    assert interrupt(live, signal.SIGINT, signal.SIGINT) == 130
 
     live = start_run("run", *SLOW)
     in_generation(live)
@@ -88,7 +86,7 @@ def test_a_run_directory_outlives_signals_at_every_stage(start_run: Callable[...
     assert live.end() == 0, live.output()
     found = report(live.run_dir, with_curves=False)
     assert found.ok, found.text()
-    assert found.summary.num_attempts in (6, 7)  # the first was perhaps over before the head could note it
+    assert found.summary.num_attempts in (5, 6)  # the first was perhaps over before the head could note it
     assert found.summary.num_steps == STEPS
     assert live.leftovers() == []
     assert set(os.listdir("/dev/shm")) <= shared_before
@@ -110,4 +108,7 @@ def test_a_signal_at_any_time_leaves_nothing(start_run: Callable[..., Any], tent
     live = start_run("run", *SLOW)
     time.sleep(tenths / 10)
     if live.popen.poll() is None:
-        assert interrupt(live, signal.SIGINT) in (130, -signal.SIGINT, 0)
+        live.processes()
+        os.killpg(live.popen.pid, signal.SIGINT)
+        assert live.end(10) in (130, -signal.SIGINT, 0)  # by the signal itself: before main was entered
+        assert live.leftovers(0.5) == [], live.output()
