@@ -56,6 +56,7 @@ class House:
             f"train_actor_rollout_ref.model.path={self.model}",
             "train_actor_rollout_ref.actor.ppo_mini_batch_size=4",
             "psrl.rollout_n=4",
+            "psrl.group_post_process.enable=false",  # this model is right about nothing: all groups would go
             "trainer.test_freq=-1",
             "trainer.val_before_train=false",
             "trainer.save_freq=-1",

@@ -175,6 +175,7 @@ async def play(run_dir: Path, num_steps: int, model: Path, data: Path, *override
             f"data.max_response_length={LENGTH}",
             f"train_actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
             f"psrl.rollout_n={SIBLINGS}",
+            "psrl.group_post_process.enable=false",  # all answers are equally wrong here
             f"trainer.total_training_steps={num_steps}",
             f"trainer.default_local_dir={run_dir}",
             *overrides,
