@@ -452,7 +452,7 @@ class Control:
 
     def _settle_round(self) -> None:
         if self._round is not None and self._round.done:
-            self._results[self._round.version] = self._round.result()
+            self._results = {self._round.version: self._round.result()}  # nobody asks for an older one any more
             self._next_val_offer = self._round.last_offer + 1
             self._round = None
 

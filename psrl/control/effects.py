@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from psrl.control.messages import Prompt
+from psrl.control.messages import Prompt, Publish
 from psrl.types import Epoch, TrajectoryId, Version
 
 
@@ -34,7 +34,7 @@ class Effects(Protocol):
     in the order in which they were decided.
     """
 
-    async def commit_weights(self, epoch: Epoch, version: Version, slot: int) -> None:
+    async def commit_weights(self, message: Publish) -> None:
         """Make the slot the newest version. If it raises, the version is not published."""
 
     async def version_published(self, epoch: Epoch, version: Version, slot: int) -> None:

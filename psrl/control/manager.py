@@ -158,10 +158,10 @@ class PSManager(Actor):
         self._control.check_epoch(message.epoch)
         async with self._publishing:
             if self._control.check_publish(message.version):
-                await self._effects.commit_weights(message.epoch, message.version, message.slot)
+                await self._effects.commit_weights(message)
                 self._control.publish(message.version, message.slot)
                 if message.version != self._settings.initial_version:  # that one stands in the line of the start
-                    self._log.write_attempt(PublishLine(self._log.attempt, message.version, now()))
+                    self._log.write_attempt(PublishLine(self._log.attempt, message.version, now(), message.skipped))
                 self._settle()
         return Published(message.version)
 

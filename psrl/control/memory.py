@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from psrl.control.messages import Prompt
+from psrl.control.messages import Prompt, Publish
 from psrl.types import Epoch, GroupId, TrajectoryId, Version
 
 
@@ -51,8 +51,8 @@ class MemoryEffects:
         self.cleared: list[tuple[str, str]] = []  # (partition, key)
         self.num_ledger_changes = 0
 
-    async def commit_weights(self, epoch: Epoch, version: Version, slot: int) -> None:
-        self.committed.append((epoch, version, slot))
+    async def commit_weights(self, message: Publish) -> None:
+        self.committed.append((message.epoch, message.version, message.slot))
 
     async def version_published(self, epoch: Epoch, version: Version, slot: int) -> None:
         self.announced.append(version)

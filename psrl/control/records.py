@@ -56,11 +56,15 @@ class StartLine(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
 
 
 class PublishLine(msgspec.Struct, frozen=True, tag_field="kind", tag="publish"):
-    """A version was committed, at `at_s` of the loop's clock. The version that an attempt starts with has no line."""
+    """A version was committed, at `at_s` of the loop's clock. The version that an attempt starts with has no line.
+
+    `skipped`: its update was skipped, so it has the weights of the version before.
+    """
 
     attempt: int
     version: Version
     at_s: float
+    skipped: bool = False
 
 
 class EndLine(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):

@@ -53,6 +53,7 @@ def make_plan(config: Config) -> Plan:
         problems, lambda: manifest_of(Path(config.train_actor_rollout_ref.model.path), dtype(config, device))
     )
     problems += _length_problems(config)
+    problems += _offload_problems(config, device)
     tokenizer = _try(problems, lambda: _tokenizer(config))
     rewards = _try(problems, lambda: _checked_rewards(config))
     train = validation = None
@@ -211,6 +212,15 @@ def _length_problems(config: Config) -> list[str]:
         f"{config.data.max_response_length} make {needed} tokens, the model takes {limit} (max_position_embeddings); "
         "lower them, or set +train_actor_rollout_ref.model.override_config.max_position_embeddings"
     ]
+
+
+def _offload_problems(config: Config, device: str) -> list[str]:
+    """What `psrl.train.fsdp` would refuse only in the trainer's process; offloading means nothing on a CPU."""
+    fsdp = config.train_actor_rollout_ref.actor.fsdp_config
+    if device != "cuda" or fsdp.param_offload or not fsdp.optimizer_offload:
+        return []
+    key = "train_actor_rollout_ref.actor.fsdp_config"
+    return [f"{key}.optimizer_offload=true with {key}.param_offload=false is not built yet; set both or neither"]
 
 
 def _queue_plan(config: Config, num_validation: int) -> QueuePlan:

@@ -166,7 +166,8 @@ class Cluster:
         notice.add_done_callback(self._notices.discard)
 
     async def _tell_head(self, ended: Exit) -> None:
-        from psrl.launch.roles.head import NODE, Node
+        from psrl.launch.roles.head import NODE
+        from psrl.launch.roles.node import Node
 
         try:
             node = await self._runtime.connect(

@@ -4,21 +4,23 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from psrl.actor import Actor, Runtime, UnixAddress, handler
+from psrl.actor import Runtime, UnixAddress
 from psrl.control import ControlSettings, ControlState, PSManager, TrajectoryLog
-from psrl.control.messages import GetStatus, WorkerLost
+from psrl.control.messages import Publish
 from psrl.data import ChatTokenizer, PromptDataset, PromptFeed
-from psrl.launch.messages import Ack, CollectMetrics, Metrics, ProcessLost
+from psrl.errors import StorageError
 from psrl.launch.roles.failure import raise_when_failed
+from psrl.launch.roles.node import Node
 from psrl.launch.spec import QUEUE_SEGMENT, WEIGHTS_SEGMENT, RunSpec, is_own_checkpoint
 from psrl.rollout.coordinator import RolloutCoordinator
 from psrl.rollout.gateway import RolloutGateway
-from psrl.rollout.messages import AbortTrajectories, GetRolloutView, GetSyncView, ReplicaLost, VersionPublished
+from psrl.rollout.messages import AbortTrajectories, VersionPublished
 from psrl.rollout.routing import policy_named
 from psrl.train.checkpoint_dir import Checkpoint
-from psrl.transfer import QueueController, ReleaseClient, StorageActor, TransferQueue
+from psrl.transfer import QueueController, StorageActor, TransferQueue
 from psrl.transfer.segments import SegmentSource
 from psrl.types import Epoch, GroupId, TrajectoryId, Version
+from psrl.weights.manifest import Manifest
 from psrl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -35,78 +37,26 @@ GENERATE_MAILBOX = 1 << 16  # requests wait in the gateway by design, not in eng
 CONTROL_MAILBOX = 1 << 16  # completions of a whole batch may arrive at once
 
 
-class Node(Actor):
-    """The head's face to the node agent and to the trainer's metrics."""
-
-    def __init__(
-        self,
-        manager: PSManager,
-        gateway: RolloutGateway,
-        coordinator: RolloutCoordinator,
-        controller: QueueController,
-        weights: WeightStore,
-    ) -> None:
-        self._manager = manager
-        self._gateway = gateway
-        self._coordinator = coordinator
-        self._controller = controller
-        self._weights = weights
-        self._num_lost: dict[str, int] = {}
-
-    @handler(idempotent=True)
-    async def process_lost(self, message: ProcessLost) -> Ack:
-        """Take back what a dead process held, and offer its work again."""
-        self._num_lost[message.role] = self._num_lost.get(message.role, 0) + 1
-        if message.role == "replica":
-            self._weights.release_client(message.name)
-            await self._coordinator.replica_lost(ReplicaLost(message.name, message.reason))
-        elif message.role == "agent":
-            await self._controller.release_client(ReleaseClient(message.name))
-            await self._manager.worker_lost(WorkerLost(message.name, message.reason))
-        return Ack()
-
-    @handler
-    async def collect_metrics(self, message: CollectMetrics) -> Metrics:
-        """Totals since the head's start; rates are for the reader to form."""
-        rollout = await self._gateway.get_rollout_view(GetRolloutView())
-        sync = await self._coordinator.get_sync_view(GetSyncView())
-        status = await self._manager.get_status(GetStatus())
-        values = {
-            "rollout/num_generated_tokens": float(rollout.num_generated_tokens),
-            "rollout/num_finished": float(rollout.num_finished),
-            "rollout/num_redispatched": float(rollout.num_redispatched),
-            "rollout/num_running": float(sum(replica.num_running for replica in rollout.replicas)),
-            "rollout/num_waiting": float(rollout.num_waiting),
-            "rollout/num_replicas": float(len(rollout.replicas)),
-            "rollout/busy_s": rollout.busy_s,
-            "sync/num_syncs": float(sync.num_syncs),
-            "sync/num_failures": float(sync.num_failures),
-            "sync/pause_s": sync.pause_s,
-            "sync/transfer_s": sync.transfer_s,
-            "sync/num_bytes": float(sync.num_bytes),
-        }
-        for name in status.counters.__struct_fields__:
-            values[f"groups/{name}"] = float(getattr(status.counters, name))
-        for role, count in self._num_lost.items():
-            values[f"processes/lost_{role}"] = float(count)
-        return Metrics(values)
-
-
 class HeadEffects:
     """What PSManager's decisions do to the layers above it. Nothing is decided before `connect`: no version is
     published.
     """
 
-    def __init__(self, weights: WeightStore, queue: TransferQueue) -> None:
+    def __init__(self, weights: WeightStore, manifest_hash: str, queue: TransferQueue) -> None:
         self._weights = weights
+        self._manifest_hash = manifest_hash
         self._queue = queue
 
     def connect(self, gateway: RolloutGateway, gateway_actor: RolloutGateway, coordinator: RolloutCoordinator) -> None:
         """`gateway` is the ref; `gateway_actor` the object behind it, in this process."""
         self._gateway, self._gateway_actor, self._coordinator = gateway, gateway_actor, coordinator
 
-    async def commit_weights(self, epoch: Epoch, version: Version, slot: int) -> None:
-        self._weights.commit(epoch, version, slot)
+    async def commit_weights(self, message: Publish) -> None:
+        if message.manifest_hash != self._manifest_hash:
+            raise StorageError(
+                f"version {message.version} has manifest {message.manifest_hash}, this run's is {self._manifest_hash}"
+            )
+        self._weights.commit(message.epoch, message.version, message.slot)
 
     async def version_published(self, epoch: Epoch, version: Version, slot: int) -> None:
         await self._coordinator.version_published(VersionPublished(epoch, version, slot))
@@ -149,7 +99,7 @@ async def run(spec: RunSpec, name: str) -> None:
         storage = runtime.spawn(STORAGE, StorageActor(segments.fetch(QUEUE_SEGMENT)))
         controller = runtime.spawn(CONTROLLER, QueueController(storage))
         queue = await TransferQueue.connect(runtime, controller, storage, segments, client=name)
-        effects = HeadEffects(weights, queue)
+        effects = HeadEffects(weights, Manifest.decode(spec.manifest).hash, queue)
         manager = runtime.spawn(
             MANAGER,
             PSManager(
@@ -180,5 +130,6 @@ async def run(spec: RunSpec, name: str) -> None:
             ),
         )
         effects.connect(gateway, gateway_actor, coordinator)
-        runtime.spawn(NODE, Node(manager, gateway, coordinator, controller, weights))
+        rewards = {worker: UnixAddress(spec.socket_of(worker)) for worker in spec.rewards}
+        runtime.spawn(NODE, Node(manager, gateway, coordinator, controller, weights, rewards))
         await raise_when_failed(runtime)

@@ -12,6 +12,7 @@ from psrl.actor import BlockingRuntime, UnixAddress
 from psrl.control import PSManager
 from psrl.launch.messages import CollectMetrics
 from psrl.launch.roles import head
+from psrl.launch.roles.node import Node
 from psrl.launch.spec import WEIGHTS_SEGMENT, RunSpec
 from psrl.metrics import JsonlSink, MetricLogger, Sink, WandbSink
 from psrl.metrics.staleness import rollout_rates
@@ -32,7 +33,7 @@ class RunMetrics:
     before.
     """
 
-    def __init__(self, metrics: MetricLogger, runtime: BlockingRuntime, node: head.Node) -> None:
+    def __init__(self, metrics: MetricLogger, runtime: BlockingRuntime, node: Node) -> None:
         self._metrics, self._runtime, self._node = metrics, runtime, node
         self._totals: dict[str, float] = {}
         self._asked_s = 0.0
@@ -86,7 +87,7 @@ async def _with_head(
     """Rank 0 speaks for all ranks: control, weights, metrics."""
     runtime = blocking.runtime
     store = WeightStore.open(SegmentSource(spec.segments_socket).fetch(WEIGHTS_SEGMENT))
-    node = await runtime.connect(head.Node, head.NODE, address, timeout_s=head.START_TIMEOUT_S)
+    node = await runtime.connect(Node, head.NODE, address, timeout_s=head.START_TIMEOUT_S)
     return TrainerLinks(
         calls=links.calls,
         queue=links.queue,

@@ -202,9 +202,9 @@ async def test_repeated_publish_commits_once(tmp_path: Path) -> None:
 
 async def test_failed_commit_publishes_nothing(tmp_path: Path) -> None:
     class Failing(MemoryEffects):
-        async def commit_weights(self, epoch, version, slot):
+        async def commit_weights(self, message):
             if not self.committed:
-                self.committed.append((epoch, version, slot))
+                self.committed.append((message.epoch, message.version, message.slot))
                 raise RuntimeError("slot 0 is torn")
 
     async with running(tmp_path, effects=Failing()) as manager:
