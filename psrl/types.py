@@ -65,13 +65,3 @@ class VersionSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     num_tokens: int
     replica: str = ""
     mixed_cache: bool = False
-
-
-class SegmentRef(msgspec.Struct, frozen=True):
-    """A byte range of shared memory. `generation` tells one life of the segment from the next."""
-
-    segment: str
-    generation: int
-    offset: int
-    length: int
-    memory_kind: str = "host"

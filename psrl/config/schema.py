@@ -209,7 +209,9 @@ class TransferQueue(_Section, frozen=True, kw_only=True):
 class Deployment(_Section, frozen=True, kw_only=True):
     n_rollout_instances: Count = 1
     train_ngpus_per_node: Count = 1  # trainer ranks
-    rollout_port: Port = 0  # first replica's gRPC port on loopback, the next ones follow; 0: picked by the kernel
+    rollout_port: Port = (
+        0  # first replica's gRPC port on loopback, the next ones follow; 0: Unix sockets, which no other user reaches
+    )
     master_port: Port = 0  # torch.distributed's port; 0: picked by the kernel
     threads_per_process: Count = 1  # torch threads on CPU
     max_restarts: NonNegative = 3  # of one replica or worker process
@@ -254,7 +256,9 @@ class Psrl(_Section, frozen=True, kw_only=True):
     sync: Sync = Sync()
     deployment: Deployment = Deployment()
     allow_truncated_sampling: bool = False
-    progress_timeout_s: Positive = 900.0  # watchdog: no step and no token for so long ends the run by name
+    progress_timeout_s: Positive = (
+        900.0  # watchdog: no token, no end of a group and no step for so long ends the run; over the longest step
+    )
 
 
 class Config(_Section, frozen=True, kw_only=True):

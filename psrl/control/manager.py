@@ -31,6 +31,7 @@ from psrl.control.messages import (
     GroupOffer,
     NextGroup,
     NoGroup,
+    NoteProgress,
     NotReady,
     Prompt,
     Publish,
@@ -181,6 +182,10 @@ class PSManager(Actor):
     async def take_snapshot(self, message: TakeSnapshot) -> Snapshot:
         self._control.check_epoch(message.epoch)
         return Snapshot(self._control.take_snapshot(message.version, self._log.num_bytes).encode())
+
+    @handler(idempotent=True)
+    async def note_progress(self, message: NoteProgress) -> None:
+        self._last_progress_s = now()
 
     @handler(idempotent=True)
     async def get_status(self, message: GetStatus) -> Status:

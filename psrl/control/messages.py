@@ -220,6 +220,10 @@ class Counters(msgspec.Struct, frozen=True, tag=True):
     retries: int = 0  # kept apart: offers after the first
 
 
+class NoteProgress(msgspec.Struct, frozen=True, tag=True):
+    """Tokens are being made: the gateway says so now and then, so that long answers do not look like a standstill."""
+
+
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
     """For the launcher's progress bar, metrics and watchdogs."""
 

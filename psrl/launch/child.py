@@ -5,12 +5,15 @@ SIGTERM asks a role to end in order. Logs go to stderr, which the launcher keeps
 
 import argparse
 import asyncio
+import faulthandler
 import importlib
 import inspect
 import logging
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from psrl.actor import run as run_loop
 from psrl.errors import ConfigError, RemoteError, RunFailed
@@ -28,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)  # the launcher's watchdog asks so
     spec = RunSpec.read(arguments.spec)
     role = importlib.import_module(f"psrl.launch.roles.{arguments.role}").run
     try:
@@ -56,7 +60,7 @@ def _named(failure: BaseException) -> str | None:
     return None
 
 
-async def _until_told(work) -> None:  # type: ignore[no-untyped-def]
+async def _until_told(work: Coroutine[Any, Any, None]) -> None:
     """Run a role until it returns or SIGTERM asks it to end."""
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)

@@ -23,7 +23,7 @@ class RunSpec(msgspec.Struct, frozen=True):
     config: Config
     run_dir: str
     socket_dir: str  # short and private: Unix socket paths are limited to 107 bytes
-    attempt: int  # starts of this run directory, from 1
+    attempt: int  # starts of this run directory before this one
     epoch: Epoch
     initial_version: Version  # of the weights that training starts from: 0, or the checkpoint's
     resume_from: str | None  # a checkpoint folder

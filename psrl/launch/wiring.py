@@ -7,7 +7,9 @@ head or trainer ends by an error the run ends, by name, and one command resumes 
 
 import asyncio
 import logging
+import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine
@@ -22,7 +24,7 @@ from psrl.config.dump import to_yaml
 from psrl.config.loader import Loaded
 from psrl.control import PSManager
 from psrl.control.messages import GetStatus
-from psrl.errors import ActorError, RunFailed
+from psrl.errors import ActorDied, ActorError, RunFailed
 from psrl.launch.interrupt import until_interrupted
 from psrl.launch.local import Exit, LocalLauncher, ProcessSpec
 from psrl.launch.logs import ConsoleView
@@ -42,6 +44,8 @@ logger = logging.getLogger(__name__)
 GRACE_S = 6.0  # from SIGTERM to SIGKILL; the whole end stays below ten seconds
 NOTICE_TIMEOUT_S = 10.0
 WATCH_INTERVAL_S = 5.0
+HEAD_END_S = 2.0
+DUMP_S = 1.0  # for stacks to be written
 
 
 def role_of(name: str) -> str:
@@ -125,6 +129,13 @@ class Cluster:
         finally:
             for rank in ranks:
                 rank.cancel()
+
+    def dump_stacks(self) -> None:
+        """Have every process write the stacks of its threads to its log."""
+        for name in self.launcher.running:
+            pid = self.launcher.pid(name)
+            if pid is not None:
+                os.kill(pid, signal.SIGUSR1)
 
     async def manager(self, timeout_s: float) -> PSManager:
         """A ref to PSManager of this run."""
@@ -240,14 +251,23 @@ async def _follow(cluster: Cluster, progress: Progress, plan: Plan) -> int:
 
 
 async def _watch(cluster: Cluster) -> None:
-    """The progress watchdog: RunFailed when for too long no token was asked for, finished, trained or published."""
+    """The progress watchdog: RunFailed when for too long no token was made, no group ended and nothing was published.
+
+    Before that every process writes its stacks to its log.
+    """
     limit_s = cluster.spec.config.psrl.progress_timeout_s
     manager = await cluster.manager(timeout_s=limit_s)
     while True:
         await asyncio.sleep(WATCH_INTERVAL_S)
-        status = await manager.get_status(GetStatus())
+        try:
+            status = await manager.get_status(GetStatus())
+        except ActorDied:
+            await asyncio.sleep(HEAD_END_S)  # the launcher is about to see the head's end, and says more of it
+            raise
         idle_s = now() - status.last_progress_s
         if idle_s > limit_s and not status.finished:
+            cluster.dump_stacks()
+            await asyncio.sleep(DUMP_S)
             raise RunFailed(
                 f"nothing moved for {idle_s:.0f} s (psrl.progress_timeout_s={limit_s:g}): version {status.version}, "
                 f"buffers {status.buffers}, groups {status.counters}"

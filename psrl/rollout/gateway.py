@@ -23,7 +23,7 @@ from typing import Any
 from psrl.actor import Actor, handler
 from psrl.clock import now
 from psrl.control import PSManager
-from psrl.control.messages import Refused, Reserve, Reserved
+from psrl.control.messages import NoteProgress, Refused, Reserve, Reserved
 from psrl.errors import ActorError, EngineError
 from psrl.rollout.messages import (
     AbortTrajectories,
@@ -45,6 +45,7 @@ from psrl.types import FinishReason, TrajectoryId, Version
 logger = logging.getLogger(__name__)
 
 MAX_DISPATCHES = 1000  # a request that was interrupted this often is failed by name instead of going round for ever
+PROGRESS_INTERVAL_S = 5.0
 GENERATE_TIMEOUT_S = 24 * 3600.0  # the agent loop sets the real limit of a trajectory
 REACH_INTERVAL_S = 0.5  # between two looks at a replica whose stream broke
 
@@ -98,6 +99,7 @@ class RolloutGateway(Actor):
 
     async def started(self) -> None:
         self.spawn(self._dispatch_for_ever(), "dispatch")
+        self.spawn(self._note_progress_for_ever(), "progress")
 
     async def stopped(self) -> None:
         for waiting in self._waiting.values():
@@ -265,6 +267,14 @@ class RolloutGateway(Actor):
         finally:
             del self._waiting[request.message.trajectory]
             del self._line[bisect.bisect_left(self._line, request.message.trajectory)]
+
+    async def _note_progress_for_ever(self) -> None:
+        noted = 0
+        while True:
+            await asyncio.sleep(PROGRESS_INTERVAL_S)
+            if self._num_tokens != noted:
+                noted = self._num_tokens
+                await self._manager.note_progress(NoteProgress())
 
     async def _dispatch_for_ever(self) -> None:
         while True:

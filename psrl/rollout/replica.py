@@ -52,7 +52,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True):
     dtype: str = "auto"
     device: str = "cpu"
     override_config: dict[str, Any] = {}
-    host: str = "127.0.0.1"
+    socket_path: str = ""  # listen on this Unix socket, in a private folder: no other user reaches it
+    host: str = "127.0.0.1"  # else on TCP
     port: int = 0  # 0: picked by the kernel
     epoch: Epoch = Epoch(0)
     min_version: Version | None = (
@@ -95,15 +96,18 @@ async def serve_replica(
     service = _ReplicaService(settings, weight_source)
     server = grpc.aio.server(options=channel_options(settings.max_message_bytes))
     add_ReplicaServicer_to_server(service, server)
+    address = f"unix:{settings.socket_path}" if settings.socket_path else f"{settings.host}:{settings.port}"
     try:
-        port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+        port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigError(f"psrl.deployment.rollout_port: cannot listen on {settings.host}:{settings.port}") from error
+        raise ConfigError(f"psrl.deployment.rollout_port: cannot listen on {address}") from error
+    if not settings.socket_path:
+        address = f"{settings.host}:{port}"
     await server.start()
     try:
         load = await service.start(make_engine)
-        logger.info("%s serves version %d at %s:%d", settings.name, load.version, settings.host, port)
-        await on_ready(f"{settings.host}:{port}", load)
+        logger.info("%s serves version %d at %s", settings.name, load.version, address)
+        await on_ready(address, load)
         await service.wait_failed()
     finally:
         await server.stop(_STOP_GRACE_S)

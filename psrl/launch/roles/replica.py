@@ -1,7 +1,9 @@
 """A replica: one engine behind its gRPC server, fed with weights from shared memory."""
 
 import asyncio
+import os
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 
@@ -51,6 +53,8 @@ async def run(spec: RunSpec, name: str) -> None:
         dtype=rollout.dtype,
         device=spec.device,
         port=deployment.rollout_port + index if deployment.rollout_port else 0,
+        # Of this process alone: a replica that is started again has another address.
+        socket_path="" if deployment.rollout_port else str(Path(spec.socket_dir) / f"{name}-{os.getpid()}.sock"),
         epoch=spec.epoch,
         min_version=spec.initial_version,
         pull_timeout_s=config.psrl.sync.timeout_s,
