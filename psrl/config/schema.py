@@ -209,9 +209,7 @@ class TransferQueue(_Section, frozen=True, kw_only=True):
 class Deployment(_Section, frozen=True, kw_only=True):
     n_rollout_instances: Count = 1
     train_ngpus_per_node: Count = 1  # trainer ranks
-    rollout_port: Port = (
-        0  # first replica's gRPC port on loopback, the next ones follow; 0: Unix sockets, which no other user reaches
-    )
+    rollout_port: Port = 0  # first replica's gRPC port on loopback, the next ones follow; 0: private Unix sockets
     master_port: Port = 0  # torch.distributed's port; 0: picked by the kernel
     threads_per_process: Count = 1  # torch threads on CPU
     max_restarts: NonNegative = 3  # of one replica or worker process

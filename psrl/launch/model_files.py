@@ -109,6 +109,17 @@ def _header(path: Path) -> dict[str, _Entry]:
         raise ConfigError(f"{_KEY}: {path} is not a whole safetensors file: {error}") from error
 
 
+def cache_values(config: dict[str, Any], override: dict[str, Any]) -> int:
+    """Numbers that keys and values of one token come to, over all layers. 0 if the config does not say."""
+    merged = {**config, **override}
+    heads = merged.get("num_attention_heads")
+    layers, hidden = merged.get("num_hidden_layers"), merged.get("hidden_size")
+    if not (isinstance(heads, int) and isinstance(layers, int) and isinstance(hidden, int) and heads > 0):
+        return 0
+    head_dim = merged.get("head_dim") or hidden // heads
+    return 2 * layers * int(merged.get("num_key_value_heads") or heads) * int(head_dim)
+
+
 def max_positions(config: dict[str, Any], override: dict[str, Any]) -> int | None:
     """The model's context length in tokens, if it says one."""
     value = override.get("max_position_embeddings", config.get("max_position_embeddings"))

@@ -9,11 +9,12 @@ from typing import TypeVar
 
 import msgspec
 
+from psrl._core import memory_available
 from psrl.config.schema import Config
 from psrl.control import ControlState, TrajectoryLog, total_steps
 from psrl.data import ChatTokenizer, Order, Position, PromptDataset, Sampler
 from psrl.errors import CheckpointError, ConfigError, DataError, PsrlError
-from psrl.launch.model_files import manifest_of, max_positions, read_config
+from psrl.launch.model_files import cache_values, manifest_of, max_positions, read_config
 from psrl.launch.ports import free_ports
 from psrl.launch.preflight import machine_problems
 from psrl.launch.previous import set_aside
@@ -79,6 +80,8 @@ def make_plan(config: Config) -> Plan:
         shared_bytes=plan.shared_bytes if plan is not None else None,
         disk_bytes=_disk_bytes(config, manifest),
     )
+    if manifest is not None:
+        problems += _memory_problems(config, manifest, device, plan.shared_bytes if plan is not None else 0)
     problems += logger_problems(config)
     if problems or plan is None:
         raise ConfigError(*dict.fromkeys(problems))  # a missing directory is said once, whoever needed it
@@ -221,6 +224,35 @@ def _offload_problems(config: Config, device: str) -> list[str]:
         return []
     key = "train_actor_rollout_ref.actor.fsdp_config"
     return [f"{key}.optimizer_offload=true with {key}.param_offload=false is not built yet; set both or neither"]
+
+
+def _memory_problems(config: Config, manifest: Manifest, device: str, shared_bytes: int) -> list[str]:
+    """On CPU: what replicas and trainer may come to take, against what there is. On a GPU the engine says so itself.
+
+    A replica holds its weights, a pulled copy of them, and keys and values of as many full-length rows as can be
+    admitted; the trainer float32 weights, gradients and two moments, sharded over its ranks.
+    """
+    if device != "cpu":
+        return []
+    rollout = config.gen_actor_rollout_ref.rollout
+    routing = config.psrl.rollout_coordination.routing_strategy
+    num_replicas = config.psrl.deployment.n_rollout_instances
+    admissible = (config.psrl.staleness + 1) * config.data.train_batch_size * config.psrl.rollout_n
+    rows = min(rollout.max_num_seqs, routing.max_concurrent_seqs_per_instance, admissible)
+    length = config.data.max_prompt_length + config.data.max_response_length
+    model = config.train_actor_rollout_ref.model
+    item_bytes = 4 if manifest.tensors[0].dtype == "float32" else 2
+    cache = rows * length * cache_values(read_config(Path(model.path)), model.override_config) * item_bytes
+    replicas = num_replicas * (2 * manifest.total_bytes + cache)
+    trainer = 16 * manifest.total_bytes // item_bytes
+    needed, available = shared_bytes + replicas + trainer, memory_available()
+    if needed <= available:
+        return []
+    return [
+        f"the run may take {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} GiB can be had: "
+        f"{num_replicas} replicas with keys and values of {rows} rows of {length} tokens take {replicas / 2**30:.1f}, "
+        f"the trainer {trainer / 2**30:.1f}; lower gen_actor_rollout_ref.rollout.max_num_seqs or the lengths"
+    ]
 
 
 def _queue_plan(config: Config, num_validation: int) -> QueuePlan:
