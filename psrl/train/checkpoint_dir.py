@@ -14,6 +14,7 @@ leftovers of another run nor later steps that a resume went back behind are take
 """
 
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from pathlib import Path
 import msgspec
 
 from psrl.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 _PREFIX = "global_step_"
@@ -123,21 +126,34 @@ class CheckpointDir:
         return sorted(found, key=lambda checkpoint: -checkpoint.manifest.sequence)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint whose checksums hold. Bad ones on the way get a file TORN that says why."""
+        """The newest checkpoint whose checksums hold; None if there is no checkpoint at all.
+
+        Bad ones on the way are named in the log, and get a file TORN that says why. Raises CheckpointError, with the
+        reason for each, when checkpoints are there and none is whole.
+        """
         self._recover()
+        bad: dict[Path, str] = {}
         for path in self._folders():
             try:
                 Checkpoint.open(path)
             except CheckpointError as error:
-                _mark(path, str(error))
+                bad[path] = str(error)
+        found = None
         for checkpoint in self.complete():
             try:
                 checkpoint.verify()
             except CheckpointError as error:
-                _mark(checkpoint.path, str(error))
+                bad[checkpoint.path] = str(error)
             else:
-                return checkpoint
-        return None
+                found = checkpoint
+                break
+        for path, reason in bad.items():
+            _mark(path, reason)
+        if bad and found is None:
+            raise CheckpointError(f"no checkpoint in {self.root} is whole: {'; '.join(bad.values())}")
+        for path, reason in bad.items():
+            logger.warning("checkpoint %s is passed over: %s", path.name, reason)
+        return found
 
     def begin(self, step: int, nbytes: int) -> Path:
         """An empty folder for a save of `nbytes`. What killed saves left is removed first.
@@ -211,13 +227,17 @@ class CheckpointDir:
 def resume_point(root: Path, mode: str, path: str | None) -> Checkpoint | None:
     """Where a run starts from: None for the base model.
 
-    `auto`: the newest checkpoint under `root`, if any; `disable`: none; `resume_path`: the folder `path`, verified.
-    Raises ConfigError for another mode, or a path that is no good checkpoint.
+    `auto`: the newest whole checkpoint under `root`, if there are any; `disable`: none; `resume_path`: the folder
+    `path`, verified. Raises ConfigError for another mode, a path that is no good checkpoint, or when none is whole of
+    those that `auto` finds: starting from nothing is for the user to decide.
     """
     if mode == "disable":
         return None
     if mode == "auto":
-        return CheckpointDir(root).newest()
+        try:
+            return CheckpointDir(root).newest()
+        except CheckpointError as error:
+            raise ConfigError(f"{error}; trainer.resume_mode=disable starts anew, and keeps them aside") from error
     if mode != "resume_path":
         raise ConfigError(f"trainer.resume_mode={mode!r} is not one of auto, disable, resume_path")
     if not path:

@@ -47,7 +47,7 @@ def test_the_newest_is_the_last_written(tmp_path) -> None:
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1000\n"
 
 
-def test_a_torn_one_is_passed_by_and_marked(tmp_path) -> None:
+def test_a_torn_one_is_passed_by_named_and_marked(tmp_path, caplog) -> None:
     for step in (1, 2, 3, 4):
         write(tmp_path, step)
     (tmp_path / "global_step_4" / CONTROL).unlink()
@@ -56,6 +56,8 @@ def test_a_torn_one_is_passed_by_and_marked(tmp_path) -> None:
     newest = CheckpointDir(tmp_path).newest()
     assert newest is not None
     assert newest.step == 2
+    for name, reason in (("global_step_3", "its checksum differs"), ("global_step_4", "should have 9 bytes")):
+        assert any(f"checkpoint {name} is passed over" in line and reason in line for line in caplog.messages)
     assert "checksum" in (tmp_path / "global_step_3" / "TORN").read_text()
     assert CONTROL in (tmp_path / "global_step_4" / "TORN").read_text()
     write(tmp_path, 4)  # replaceable
@@ -63,6 +65,18 @@ def test_a_torn_one_is_passed_by_and_marked(tmp_path) -> None:
     assert newest is not None
     assert newest.step == 4
     assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_a_run_does_not_start_from_nothing_beside_checkpoints_that_are_all_bad(tmp_path, caplog) -> None:
+    for step in (1, 2):
+        (write(tmp_path, step) / CONTROL).write_bytes(b"controL %d" % step)  # same size
+    (write(tmp_path, 3) / CONTROL).unlink()
+    with pytest.raises(ConfigError) as refused:
+        resume_point(tmp_path, "auto", None)
+    for text in ("global_step_1/", "global_step_2/", "global_step_3/", "differs", "trainer.resume_mode=disable"):
+        assert text in str(refused.value)
+    assert "passed over" not in caplog.text
+    assert resume_point(tmp_path, "disable", None) is None
 
 
 def test_a_commit_killed_between_its_renames_loses_nothing(tmp_path) -> None:
