@@ -6,7 +6,8 @@
 | damage | no more torn lines in a file than attempts that may have been killed while writing |
 | spans | a trained or validated line accounts for each of its tokens |
 | bound | trained_at - version of the oldest token is in 0..staleness, and no token is newer than trained_at |
-| siblings | all rollout_n siblings of a group end alike, a trained one's at the same step, each in one line |
+| siblings | all rollout_n siblings of a group end alike, a trained one's at the same step, each in one line; fewer |
+|          | lines are taken where a killed attempt was cut off writing its last group |
 | once | what the run was in the end trained on has each group once |
 | versions | published versions of an attempt follow each other from the one that it started with |
 | conservation | groups by outcome, counted from the lines, are the counters at each attempt's end |
@@ -88,15 +89,17 @@ def _siblings(run: RunFiles) -> Iterator[str]:
     for line in run.lines:
         if line.purpose is Purpose.TRAIN:
             groups[line.attempt, line.group].append(line)
-    started = {start.attempt: start for start in run.starts}
+    started, cut = {start.attempt: start for start in run.starts}, run.cut_groups()
     for (attempt, group), lines in groups.items():
         where = f"group {group} of attempt {attempt}"
         ends = {(line.outcome, line.trained_at) for line in lines}
         if len(ends) > 1:
             yield f"{where} ended as {sorted(map(str, ends))}"
         elif lines[0].outcome == TRAINED and attempt in started:
-            indices = sorted(line.index for line in lines)
-            if indices != list(range(started[attempt].rollout_n)) or len({line.offer for line in lines}) > 1:
+            indices, expected = sorted(line.index for line in lines), list(range(started[attempt].rollout_n))
+            if (attempt, group) in cut:
+                expected = sorted(set(indices) & set(expected))
+            if indices != expected or len({line.offer for line in lines}) > 1:
                 keys = ", ".join(line.key for line in lines)
                 yield f"{where} was trained with siblings {keys} instead of {started[attempt].rollout_n} of one offer"
 

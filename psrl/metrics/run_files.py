@@ -86,6 +86,14 @@ class RunFiles:
             for start in self.starts
         )
 
+    def cut_groups(self) -> set[tuple[int, int]]:
+        """By (attempt, group), groups of which the record may lack lines: the last written by an attempt without an
+        end. A group is written in one call, and a full disk or a kill can cut that between two lines or in one.
+        """
+        ended = {end.attempt for end in self.ends}
+        last = {line.attempt: line.group for line in self.lines if line.purpose is Purpose.TRAIN}
+        return {(attempt, group) for attempt, group in last.items() if attempt not in ended}
+
     def ends_of_groups(self, last_attempt: int) -> Counter[str]:
         """How many training groups ended how, as it stood when `last_attempt` ended."""
         ends: dict[tuple[int, int], str] = {}

@@ -233,6 +233,24 @@ def test_torn_lines(make_run: Callable, tmp_path: Path):
     assert [violation.check for violation in found.violations] == ["damage"]
 
 
+@pytest.mark.parametrize("torn", ["", '{"key":"8_1","gro\n'])
+def test_write_that_was_cut_short_breaks_no_promise(make_run: Callable, tmp_path: Path, torn: str):
+    """A full disk lets an attempt write half a group; the next one goes on behind it and does the step again."""
+    run = make_run(3, resumed=True)
+    second = [line for line in run.trajectories if line["attempt"] == 1]
+    run.trajectories = [line for line in run.trajectories if line["attempt"] == 0 and line["outcome"] == "trained"][:-1]
+    num_before = len(run.trajectories)
+    run.trajectories += second
+    run.attempts[-1]["counters"] |= {"offered": 19, "filtered": 0, "failed": 0}
+    run.write(tmp_path)
+    lines = (tmp_path / "trajectories.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "trajectories.jsonl").write_text("".join([*lines[:num_before], torn, *lines[num_before:]]))
+    found = report(tmp_path, with_curves=False)
+    assert found.ok, found.text()
+    run.trajectories.pop(0)  # no cut explains this one
+    assert failed(run, tmp_path) == {"siblings"}
+
+
 def test_killed_run_is_reported_with_a_warning(make_run: Callable, tmp_path: Path):
     run = make_run(3)
     run.attempts.pop()
