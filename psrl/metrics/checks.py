@@ -1,5 +1,7 @@
 """Does a run's own record keep the promises of the staleness protocol? Pure.
 
+A check that finds nothing to look at in a record has neither passed nor failed: it is idle, and says what it lacks.
+
 | check | what must hold |
 |---|---|
 | attempts | every line belongs to an attempt that was started, attempts are numbered one by one |
@@ -38,10 +40,33 @@ class Violation:
         return f"{self.check}: {shown}"
 
 
-def check(run: RunFiles) -> tuple[Violation, ...]:
-    """All checks that fail, in the order of the table."""
-    found = ((name, tuple(look(run))) for name, look in CHECKS.items())
-    return tuple(Violation(name, texts) for name, texts in found if texts)
+@dataclass(frozen=True)
+class Check:
+    """`look` yields a sentence for each place where the promise is broken; `subject` names what it looks at."""
+
+    look: Callable[[RunFiles], Iterable[str]]
+    subject: str
+    has_subject: Callable[[RunFiles], bool]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks found, each in the order of the table. `idle` maps checks to the subject that is not there."""
+
+    violations: tuple[Violation, ...]
+    passed: tuple[str, ...]
+    idle: dict[str, str]
+
+
+def check(run: RunFiles) -> Checked:
+    """Do all checks. One that fails is never idle, whatever it looked at."""
+    found = {name: tuple(one.look(run)) for name, one in CHECKS.items()}
+    idle = {name: CHECKS[name].subject for name in CHECKS if not found[name] and not CHECKS[name].has_subject(run)}
+    return Checked(
+        violations=tuple(Violation(name, texts) for name, texts in found.items() if texts),
+        passed=tuple(name for name, texts in found.items() if not texts and name not in idle),
+        idle=idle,
+    )
 
 
 def _attempts(run: RunFiles) -> Iterator[str]:
@@ -163,20 +188,6 @@ def _validation(run: RunFiles) -> Iterator[str]:
             yield f"{_named(line)} was validated over versions {versions}"
 
 
-CHECKS: dict[str, Callable[[RunFiles], Iterable[str]]] = {
-    "attempts": _attempts,
-    "damage": _damage,
-    "spans": _spans,
-    "bound": _bound,
-    "siblings": _siblings,
-    "once": _once,
-    "versions": _versions,
-    "conservation": _conservation,
-    "synchronous": _synchronous,
-    "validation": _validation,
-}
-
-
 def _trained(run: RunFiles) -> Iterator[tuple[Line, Start, int]]:
     """Trained lines with the start of their attempt and the step; rolled back ones too, they kept the same promise."""
     started = {start.attempt: start for start in run.starts}
@@ -187,3 +198,33 @@ def _trained(run: RunFiles) -> Iterator[tuple[Line, Start, int]]:
 
 def _named(line: Line) -> str:
     return f"trajectory {line.key} of attempt {line.attempt}"
+
+
+def _has_trained(run: RunFiles) -> bool:
+    return any(True for _ in _trained(run))
+
+
+def _has_groups(run: RunFiles) -> bool:
+    return any(line.purpose is Purpose.TRAIN for line in run.lines)
+
+
+def _has_validated(run: RunFiles) -> bool:
+    return any(line.outcome == "validated" for line in run.lines)
+
+
+CHECKS: dict[str, Check] = {
+    "attempts": Check(_attempts, "attempt", lambda run: bool(run.starts)),
+    "damage": Check(_damage, "attempt", lambda run: bool(run.starts)),
+    "spans": Check(_spans, "trajectory", lambda run: _has_trained(run) or _has_validated(run)),
+    "bound": Check(_bound, "trained trajectory", _has_trained),
+    "siblings": Check(_siblings, "group", _has_groups),
+    "once": Check(_once, "trained trajectory", _has_trained),
+    "versions": Check(_versions, "published version", lambda run: bool(run.publishes)),
+    "conservation": Check(_conservation, "attempt that ended in good order", lambda run: bool(run.ends)),
+    "synchronous": Check(
+        _synchronous,
+        "trajectory trained at staleness 0",
+        lambda run: any(start.staleness == 0 for _, start, _ in _trained(run)),
+    ),
+    "validation": Check(_validation, "validated trajectory", _has_validated),
+}

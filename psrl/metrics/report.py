@@ -5,10 +5,11 @@ print(found.text())
 sys.exit(0 if found.ok else 1)
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from psrl.metrics.checks import CHECKS, Violation, check
+from psrl.metrics.checks import Checked, Violation, check
 from psrl.metrics.curves import draw
 from psrl.metrics.run_files import TRAINED, RunFiles, read_run
 from psrl.metrics.summary import Summary, summarise
@@ -22,9 +23,13 @@ class Report:
 
     run_dir: Path
     summary: Summary
-    violations: tuple[Violation, ...]
+    checked: Checked
     warnings: tuple[str, ...]
     curves: Path | None
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        return self.checked.violations
 
     @property
     def ok(self) -> bool:
@@ -34,11 +39,19 @@ class Report:
         lines = self.summary.lines()
         lines += [f"warning: {warning}" for warning in self.warnings]
         lines += [f"VIOLATION {violation}" for violation in self.violations]
-        if self.ok:
-            lines.append(f"checks passed: {', '.join(CHECKS)}")
+        if self.checked.passed:
+            lines.append(f"checks passed: {', '.join(self.checked.passed)}")
+        lines += [f"not checked: {', '.join(names)} (there is no {subject})" for subject, names in self._idle().items()]
         if self.curves is not None:
             lines.append(f"curves: {self.curves}")
         return "\n".join(lines)
+
+    def _idle(self) -> dict[str, list[str]]:
+        """Idle checks by what they lack."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name, subject in self.checked.idle.items():
+            found[subject].append(name)
+        return found
 
 
 def report(run_dir: Path, *, with_curves: bool = True) -> Report:
@@ -58,7 +71,11 @@ def main(run_dir: Path | str) -> int:
 
 
 def _warnings(run: RunFiles) -> tuple[str, ...]:
-    found = [f"{name}: {count} damaged lines were left out" for name, count in sorted(run.damaged.items())]
+    found = [
+        f"{name}: {count} damaged {'line was' if count == 1 else 'lines were'} left out (each attempt that is killed, "
+        "or finds the disk full, may leave one)"
+        for name, count in sorted(run.damaged.items())
+    ]
     ended = {end.attempt for end in run.ends}
     found += [
         f"attempt {start.attempt} did not end in good order, its counters are not known"
@@ -66,7 +83,7 @@ def _warnings(run: RunFiles) -> tuple[str, ...]:
         if start.attempt not in ended
     ]
     if not any(line.outcome == TRAINED for line in run.lines):
-        found.append("nothing was trained: the checks of trained trajectories had nothing to look at")
+        found.append("nothing was trained")
     if not run.metrics:
         found.append("there is no metrics.jsonl")
     return tuple(found)

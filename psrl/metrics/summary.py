@@ -22,6 +22,12 @@ class Accuracy:
     last_step: int
     after: float
 
+    def __str__(self) -> str:
+        before = f"{self.name}: {self.before:.3f} at step {self.first_step}"
+        if self.last_step == self.first_step:
+            return before
+        return f"{before}, {self.after:.3f} at step {self.last_step} ({self.after - self.before:+.3f})"
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -38,11 +44,7 @@ class Summary:
     bound: int | None
 
     def lines(self) -> list[str]:
-        found = [
-            f"{a.name}: {a.before:.3f} at step {a.first_step}, {a.after:.3f} at step {a.last_step} "
-            f"({a.after - a.before:+.3f})"
-            for a in self.accuracies
-        ] or ["no validation"]
+        found = [str(accuracy) for accuracy in self.accuracies] or ["no validation"]
         attempts = "1 attempt" if self.num_attempts == 1 else f"{self.num_attempts} attempts"
         found.append(f"{self.num_steps} steps, {self.num_groups} groups trained, {attempts}")
         if self.tokens_per_s is not None and self.step_s is not None:

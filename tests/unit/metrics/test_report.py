@@ -225,8 +225,8 @@ def test_torn_lines(make_run: Callable, tmp_path: Path):
         file.write('{"step": 5, "critic/sco')
     found = report(tmp_path)
     assert found.ok
-    assert "trajectories.jsonl: 2 damaged lines were left out" in found.warnings
-    assert "metrics.jsonl: 1 damaged lines were left out" in found.warnings
+    assert "trajectories.jsonl: 2 damaged lines were left out" in found.text()
+    assert "metrics.jsonl: 1 damaged line was left out" in found.text()
     with open(tmp_path / "trajectories.jsonl", "a") as file:
         file.write("\nnonsense")
     found = report(tmp_path, with_curves=False)
@@ -259,6 +259,20 @@ def test_killed_run_is_reported_with_a_warning(make_run: Callable, tmp_path: Pat
     assert "attempt 0 did not end in good order, its counters are not known" in found.warnings
 
 
+def test_checks_that_do_not_apply_are_not_called_passed(make_run: Callable, tmp_path: Path):
+    assert "not checked: synchronous (there is no trajectory trained at staleness 0)" in (
+        report(make_run(3).write(tmp_path), with_curves=False).text()
+    )
+    assert report(make_run(0).write(tmp_path), with_curves=False).checked.passed == tuple(CHECKS)
+
+
+def test_one_validation_is_said_once(make_run: Callable, tmp_path: Path):
+    run = make_run(3)
+    run.metrics = [record for record in run.metrics if "val-core/words/acc/mean@1" not in record or record["step"] == 0]
+    text = report(run.write(tmp_path), with_curves=False).text()
+    assert text.splitlines()[0] == "words/acc/mean@1: 0.250 at step 0"
+
+
 def test_run_that_trained_nothing_is_drawn(make_run: Callable, tmp_path: Path):
     run = make_run(3)
     run.trajectories.clear()
@@ -266,7 +280,10 @@ def test_run_that_trained_nothing_is_drawn(make_run: Callable, tmp_path: Path):
     del run.attempts[1:]
     found = report(run.write(tmp_path))
     assert found.ok
-    assert any("nothing was trained" in warning for warning in found.warnings)
+    assert "nothing was trained" in found.warnings
+    assert set(found.checked.passed) == {"attempts", "damage"}
+    assert set(found.checked.idle) == set(CHECKS) - {"attempts", "damage"}
+    assert "not checked: bound, once (there is no trained trajectory)" in found.text()
     assert (tmp_path / "curves.png").exists()
     (tmp_path / "metrics.jsonl").unlink()
     assert report(tmp_path, with_curves=False).warnings
