@@ -1,7 +1,6 @@
 """Processes of a running quick start are killed: workers are replaced and nothing is lost; head and trainer end it."""
 
 import random
-import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable
