@@ -15,6 +15,7 @@ from psrl.metrics.run_files import TRAINED, RunFiles, read_run
 from psrl.metrics.summary import Summary, summarise
 
 CURVES = "curves.png"
+_STEPS_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ def _warnings(run: RunFiles) -> tuple[str, ...]:
         for start in run.starts
         if start.attempt not in ended
     ]
+    skipped = {step: int(number) for step, number in zip(*run.series("actor/skipped_updates"), strict=True) if number}
+    if skipped:
+        steps = ", ".join(map(str, list(skipped)[:_STEPS_NAMED])) + (", ..." if len(skipped) > _STEPS_NAMED else "")
+        found.append(f"updates skipped for gradients that were not finite: {sum(skipped.values())}, at step {steps}")
     if not any(line.outcome == TRAINED for line in run.lines):
         found.append("nothing was trained")
     if not run.metrics:

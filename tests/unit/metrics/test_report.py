@@ -259,6 +259,14 @@ def test_killed_run_is_reported_with_a_warning(make_run: Callable, tmp_path: Pat
     assert "attempt 0 did not end in good order, its counters are not known" in found.warnings
 
 
+def test_skipped_updates_are_told(make_run: Callable, tmp_path: Path):
+    run = make_run(3)
+    for record in run.metrics:
+        record |= {"actor/skipped_updates": float(record["step"] in (2, 3)), "actor/updates": 1.0}
+    found = report(run.write(tmp_path), with_curves=False)
+    assert "updates skipped for gradients that were not finite: 2, at step 2, 3" in found.warnings
+
+
 def test_checks_that_do_not_apply_are_not_called_passed(make_run: Callable, tmp_path: Path):
     assert "not checked: synchronous (there is no trajectory trained at staleness 0)" in (
         report(make_run(3).write(tmp_path), with_curves=False).text()
