@@ -6,53 +6,19 @@ so that every other line stays readable. A write error ends the run by name.
 """
 
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
 from psrl.control.messages import Counters
 from psrl.control.records import AttemptLine, Outcome, TrajectoryLine
 from psrl.errors import RunFailed
+from psrl.metrics.jsonl import AppendFile
 from psrl.types import GroupId, Purpose
 
 TRAJECTORIES, ATTEMPTS = "trajectories.jsonl", "attempts.jsonl"
-
-
-class _File:
-    """An append-only file of JSON lines. Every error is a RunFailed that names the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._encoder = msgspec.json.Encoder()
-        try:
-            self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-            self.size = os.path.getsize(path)
-            if self.size and _last_byte(path) != b"\n":
-                self.append_raw(b"\n")
-        except OSError as error:
-            raise RunFailed(f"cannot open {path}: {error}") from error
-
-    def append(self, lines: Sequence[msgspec.Struct]) -> None:
-        self.append_raw(b"".join(self._encoder.encode(line) + b"\n" for line in lines))
-
-    def append_raw(self, data: bytes) -> None:
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[self._file.write(view) or 0 :]
-        except (OSError, ValueError) as error:  # ValueError: written after close
-            raise RunFailed(f"cannot write {self._path}: {error}") from error
-        self.size += len(data)
-
-    def close(self) -> None:
-        try:
-            self._file.close()
-        except OSError as error:
-            raise RunFailed(f"cannot close {self._path}: {error}") from error
 
 
 class TrajectoryLog:
@@ -61,8 +27,9 @@ class TrajectoryLog:
     def __init__(self, directory: Path) -> None:
         self._path = directory / TRAJECTORIES
         attempts = directory / ATTEMPTS
-        self._trajectories = _File(self._path)
-        self._attempts = _File(attempts)
+        self._encoder = msgspec.json.Encoder()
+        self._trajectories = AppendFile(self._path)
+        self._attempts = AppendFile(attempts)
         self.attempt = sum(kind == "start" for kind in (_kind(line) for line in _lines(attempts)))
 
     @staticmethod
@@ -78,10 +45,10 @@ class TrajectoryLog:
 
     def write(self, lines: Sequence[TrajectoryLine]) -> None:
         if lines:
-            self._trajectories.append(lines)
+            self._trajectories.append(b"".join(self._encoder.encode(line) + b"\n" for line in lines))
 
     def write_attempt(self, line: AttemptLine) -> None:
-        self._attempts.append([line])
+        self._attempts.append(self._encoder.encode(line) + b"\n")
 
     def close(self) -> None:
         self._trajectories.close()
@@ -117,12 +84,6 @@ def _lines(path: Path, since: int = 0) -> list[bytes]:
             return file.read().splitlines()
     except OSError as error:
         raise RunFailed(f"cannot read {path}: {error}") from error
-
-
-def _last_byte(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1)
 
 
 def _kind(line: bytes) -> str:

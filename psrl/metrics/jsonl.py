@@ -12,33 +12,59 @@ from pathlib import Path
 from psrl.errors import RunFailed
 
 
-class JsonlSink:
-    """Appends to `path`. Raises RunFailed when that cannot be done: a run without its record is not worth going on."""
+class AppendFile:
+    """Appends to the file at `path`, each call at once. Raises RunFailed, naming the file, when that cannot be done, or
+    would not be seen because the file was removed or replaced: a run without its record is not worth going on.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
             self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 (closed by close)
-            if self._file.seek(0, os.SEEK_END) > 0:
+            self.size = self._file.seek(0, os.SEEK_END)
+            if self.size:
                 self._file.seek(-1, os.SEEK_END)
                 if self._file.read(1) != b"\n":
-                    self._append(b"\n")
+                    self.append(b"\n")
         except OSError as error:
             raise RunFailed(f"cannot open {path}: {error}") from error
 
-    def write(self, axis: str, step: int, values: Mapping[str, float]) -> None:
-        self._append(json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _append(self, data: bytes) -> None:
+    def append(self, data: bytes) -> None:
         try:
+            if not self._is_in_place():
+                raise RunFailed(f"cannot write {self._path}: it was removed or replaced while this run was writing it")
             view = memoryview(data)
             while view:
                 view = view[self._file.write(view) or 0 :]
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: written after close
             raise RunFailed(f"cannot write {self._path}: {error}") from error
+        self.size += len(data)
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            raise RunFailed(f"cannot close {self._path}: {error}") from error
+
+    def _is_in_place(self) -> bool:
+        mine = os.fstat(self._file.fileno())
+        try:
+            return os.path.samestat(os.stat(self._path), mine)
+        except FileNotFoundError:
+            return False
+
+
+class JsonlSink:
+    """Appends metrics to `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = AppendFile(path)
+
+    def write(self, axis: str, step: int, values: Mapping[str, float]) -> None:
+        self._file.append(json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class JsonlReader:

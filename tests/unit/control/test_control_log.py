@@ -147,3 +147,16 @@ def test_full_disk_ends_the_run_by_name(tmp_path: Path) -> None:
 def test_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="nowhere"):
         TrajectoryLog(tmp_path / "nowhere")
+
+
+def test_a_record_that_is_taken_away_ends_the_run_by_name(tmp_path: Path) -> None:
+    log = TrajectoryLog(tmp_path)
+    log.write_attempt(start(0))
+    (tmp_path / TRAJECTORIES).unlink()
+    with pytest.raises(RunFailed, match=r"trajectories\.jsonl: it was removed or replaced"):
+        log.write([line(0, Outcome.TRAINED)])
+    (tmp_path / ATTEMPTS).rename(tmp_path / "moved")
+    (tmp_path / ATTEMPTS).write_bytes((tmp_path / "moved").read_bytes())  # as some editors save
+    with pytest.raises(RunFailed, match=r"attempts\.jsonl: it was removed or replaced"):
+        log.write_attempt(EndLine(0, Counters(), "done"))
+    log.close()

@@ -108,6 +108,15 @@ def test_full_disk_ends_the_run_by_name():
         JsonlSink(Path("/nowhere/metrics.jsonl"))
 
 
+def test_metrics_that_are_taken_away_end_the_run_by_name(tmp_path: Path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write("training", 1, {"a": 1.0})
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(RunFailed, match=r"metrics\.jsonl: it was removed or replaced"):
+        sink.write("training", 2, {"a": 1.0})
+    sink.close()
+
+
 def test_all_sinks_are_closed_and_the_first_error_is_raised(tmp_path: Path):
     closed = []
 
