@@ -1,6 +1,7 @@
 """The entry of every process of a run: `python -m psrl.launch.child ROLE --name NAME --spec FILE`.
 
-SIGTERM asks a role to end in order. Logs go to stderr, which the launcher keeps in `logs/NAME.log`.
+SIGTERM asks a role to end in order; the process ends as soon as the role has let go of what it holds. Logs go to
+stderr, which the launcher keeps in `logs/NAME.log`.
 """
 
 import argparse
@@ -9,11 +10,12 @@ import faulthandler
 import importlib
 import inspect
 import logging
+import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from psrl.actor import run as run_loop
 from psrl.errors import ConfigError, RemoteError, RunFailed
@@ -35,11 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     spec = RunSpec.read(arguments.spec)
     role = importlib.import_module(f"psrl.launch.roles.{arguments.role}").run
     try:
-        if inspect.iscoroutinefunction(role):
-            run_loop(_until_told(role(spec, arguments.name)))
-        else:
-            signal.signal(signal.SIGTERM, _exit_in_order)
-            role(spec, arguments.name)
+        serve(role, spec, arguments.name)
     except Exception as failure:
         named = _named(failure)
         if named is None:
@@ -60,6 +58,18 @@ def _named(failure: BaseException) -> str | None:
     return None
 
 
+def serve(role: Callable[..., Any], *arguments: Any) -> None:
+    """Run a role, blocking or a coroutine, until it returns. After SIGTERM it unwinds, and this does not return."""
+    if inspect.iscoroutinefunction(role):
+        run_loop(_until_told(role(*arguments)))
+        return
+    signal.signal(signal.SIGTERM, _exit_in_order)
+    try:
+        role(*arguments)
+    except SystemExit as told:
+        _leave(int(str(told.code)))
+
+
 async def _until_told(work: Coroutine[Any, Any, None]) -> None:
     """Run a role until it returns or SIGTERM asks it to end."""
     loop = asyncio.get_running_loop()
@@ -77,6 +87,15 @@ async def _until_told(work: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError:
         if not told:
             raise
+        _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """End now: the role has let go of everything. Threads that still load a model or compute, and the tearing down of
+    torch and of the interpreter, would take seconds, for nothing.
+    """
+    logging.shutdown()
+    os._exit(status)
 
 
 def _exit_in_order(signum: int, frame: object) -> None:

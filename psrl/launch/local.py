@@ -236,7 +236,8 @@ class LocalLauncher:
             return
         for process in processes:
             if process.popen is not None:
-                _log.warning("%s did not end within %g s of SIGTERM and is killed", process.spec.name, grace_s)
+                if process.pump is not None:  # no signal interrupts a long computation: nothing to warn of
+                    process.pump.note(f"{process.spec.name} did not end within {grace_s:g} s of SIGTERM and is killed")
                 _kill_group(process.popen.pid)
         if not await _wait(processes, _KILL_WAIT_S):
             stuck = [process.spec.name for process in processes if not process.ended.done()]

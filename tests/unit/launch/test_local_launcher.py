@@ -251,6 +251,7 @@ def test_one_signal_ends_everything_in_order(tmp_path: Path, number: signal.Sign
     assert len(pids) == 4  # guard, family and its child, deaf
     wait_until(lambda: not any(alive(pid) for pid in pids))
     assert not (tmp_path / "sockets").exists()
+    assert "did not end within 0.5 s of SIGTERM and is killed" in (tmp_path / "deaf.log").read_text()
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_deaf(tmp_path: Path) -> None:
