@@ -40,13 +40,14 @@ class Scorer:
 
     def answer(self, job: Job) -> Done | Raised:
         """The verdict, or what went wrong, as text. Never raises."""
-        try:
-            answers = [self._judge(index, function, job) for index, function in enumerate(self._functions)]
-            sources = self._plan.sources
-            penalties, coefs = [s.overlong for s in sources], [s.coef for s in sources]
-            return Done(shape(answers, penalties, coefs, job.num_response_tokens))
-        except BaseException as error:  # also SystemExit: the user's function must not decide how long we live
-            return _raised(error)
+        sources, answers = self._plan.sources, []
+        for index, function in enumerate(self._functions):
+            try:
+                answers.append(self._judge(index, function, job))
+            except BaseException as error:  # also SystemExit: the user's function must not decide how long we live
+                return _raised(error, str(sources[index]))
+        penalties, coefs = [s.overlong for s in sources], [s.coef for s in sources]
+        return Done(shape(answers, penalties, coefs, job.num_response_tokens))
 
     def _judge(self, index: int, function: Callable[..., Any], job: Job) -> Judged:
         stated = self._plan.sources[index].function
@@ -62,13 +63,13 @@ class Scorer:
         return judged(answer)
 
 
-def _raised(error: BaseException) -> Raised:
-    """What happened and where in the user's code, as text that can travel whatever it holds."""
+def _raised(error: BaseException, judge: str) -> Raised:
+    """Who raised, what happened and where in the user's code, as text that can travel whatever it holds."""
     theirs = _outside_of_psrl(error.__traceback__)
     frames = traceback.extract_tb(theirs)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     parts = (
-        f"{type(error).__name__}: {error}{where}",
+        f"{judge} raised {type(error).__name__}: {error}{where}",
         "".join(traceback.format_exception(type(error), error, theirs)),
     )
     return Raised(*(part.encode("utf-8", "backslashreplace").decode()[-_MAX_TEXT:] for part in parts))

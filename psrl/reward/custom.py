@@ -13,10 +13,10 @@ _KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def load(function: Function) -> Callable[..., Any]:
-    """The function, sync or async. Raises ConfigError naming file and name: not there, raises when imported, wrong
+    """The function, sync or async. Raises ConfigError naming key, file and name: not there, raises when imported, wrong
     arguments."""
     path = Path(function.path).expanduser()
-    where = f"reward function {function.name} of {path}"
+    where = str(function)
     if not path.is_file():
         raise ConfigError(f"{where}: the file does not exist")
     spec = importlib.util.spec_from_file_location(f"psrl_reward_{path.stem}", path)

@@ -23,6 +23,10 @@ class Function(msgspec.Struct, frozen=True):
     path: str
     name: str
     kwargs: dict[str, Any] = {}
+    key: str = "reward.custom_reward_function"  # that named it
+
+    def __str__(self) -> str:
+        return f"{self.key}: reward function {self.name} of {self.path}"
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -32,11 +36,18 @@ class Source(msgspec.Struct, frozen=True):
     overlong: Overlong | None
     coef: float
 
+    def __str__(self) -> str:
+        return "the built-in rule" if self.function is None else str(self.function)
+
 
 class RewardPlan(msgspec.Struct, frozen=True):
     """All that a reward worker needs to know."""
 
     sources: tuple[Source, ...]
+
+    def __str__(self) -> str:
+        """Who judges, for messages: each function with its key and file."""
+        return " and ".join(dict.fromkeys(map(str, self.sources)))
 
     @classmethod
     def of(cls, reward: Reward, data: Data) -> "RewardPlan":
@@ -76,17 +87,20 @@ def _source(spec: RewardModelSpec, reward: Reward, data: Data, where: str) -> So
 
 def _function(name: str, manager: RewardManager, custom: RewardFn | None, where: str, kind: str) -> Function | None:
     """The one function that `name` means: the only one given, or the one so named. None is the built-in rule."""
-    given = [*manager.reward_fn, *([custom] if custom is not None else [])]
+    listed = f"reward.managers.{kind}.reward_fn"
+    given = [Function(f.path, f.name, dict(f.kwargs), listed) for f in manager.reward_fn]
+    if custom is not None:
+        given.append(Function(custom.path, custom.name, dict(custom.kwargs)))
     named = [function for function in given if function.name == name]
     if not named and name in _BUILT_IN_NAMES:
         if not given:
             return None
         named = given if name == "default" else []
     if len(named) == 1:
-        return Function(named[0].path, named[0].name, dict(named[0].kwargs))
+        return named[0]
     names = ", ".join(function.name for function in given) or "none"
     raise ConfigError(
-        f"{where}.reward_fn={name} does not name one function of reward.managers.{kind}.reward_fn or "
+        f"{where}.reward_fn={name} does not name one function of {listed} or "
         f"reward.custom_reward_function (there: {names})"
     )
 

@@ -28,7 +28,7 @@ from psrl.reward.wire import (
 )
 
 START_TIMEOUT_S = 60.0  # interpreter, and whatever the user's file imports
-_END_TIMEOUT_S = 10.0  # of a killed process to be gone
+END_TIMEOUT_S = 10.0  # of a killed process to be gone
 _EXIT_TIMEOUT_S = 1.0  # of a process that closed its socket to say how it ended
 
 
@@ -64,7 +64,7 @@ class ScoringProcess:
                 answer = await self._ask(Setup(self._plan, os.getpid()))
         except TimeoutError:
             await self.kill()
-            raise ProcessDied(f"the scoring process was not ready after {START_TIMEOUT_S:g} s") from None
+            raise ProcessDied(f"{self._plan}: not loaded after {START_TIMEOUT_S:g} s") from None
         except BaseException:
             await self.kill()
             raise
@@ -81,7 +81,9 @@ class ScoringProcess:
                 answer = await self._ask(job)
         except TimeoutError:
             await self.kill()
-            raise ScoreTimeout(f"no score within {timeout_s:g} s") from None
+            raise ScoreTimeout(
+                f"{self._plan} gave no score within reward.reward_loop_worker.timeout_s={timeout_s:g} s"
+            ) from None
         except BaseException:
             await self.kill()
             raise
@@ -96,7 +98,7 @@ class ScoringProcess:
             writer.transport.abort()
         if child is not None:
             _end_group(child)
-            if not await _gone(child, _END_TIMEOUT_S):
+            if not await _gone(child, END_TIMEOUT_S):
                 raise ProcessDied(f"scoring process {child.pid} cannot be ended: it is stuck in the kernel")
 
     async def _ask(self, message: Setup | Job) -> FromProcess:
@@ -110,9 +112,9 @@ class ScoringProcess:
             return from_process.decode(await self._reader.readexactly(length_of(head)))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             await _gone(self._child, _EXIT_TIMEOUT_S)
-            raise ProcessDied(f"the scoring process ended ({_ending(self._child.returncode)})") from error
+            raise ProcessDied(f"{self._plan}: its process ended ({_ending(self._child.returncode)})") from error
         except ValueError as error:  # msgspec: not one of our messages
-            raise WireError(f"the scoring process sent something that is no answer: {error}") from error
+            raise WireError(f"{self._plan}: its process sent something that is no answer: {error}") from error
 
 
 def verify(plan: RewardPlan) -> None:
@@ -124,14 +126,14 @@ def verify(plan: RewardPlan) -> None:
             connection.sendall(frame(Setup(plan, os.getpid())))
             body = read_blocking(connection)
         except TimeoutError:
-            raise ConfigError(f"the reward functions were not loaded after {START_TIMEOUT_S:g} s") from None
+            raise ConfigError(f"{plan}: not loaded after {START_TIMEOUT_S:g} s") from None
         except ConnectionError:
             body = None
         finally:
             _end_group(child)
-            child.wait(_END_TIMEOUT_S)
+            child.wait(END_TIMEOUT_S)
     if body is None:
-        raise ConfigError(f"loading the reward functions ended their process ({_ending(child.returncode)})")
+        raise ConfigError(f"{plan}: loading it ended its process ({_ending(child.returncode)})")
     answer = from_process.decode(body)
     if isinstance(answer, LoadFailed):
         raise ConfigError(answer.problem)

@@ -1,8 +1,10 @@
 """RewardWorker: scores samples in processes of their own, so that a function may hang or crash and nothing else does.
 
-A sample waits for a free process, then has `timeout_s`. A hanging function is killed and the sample judged again, as
-is one whose process died, at most `retry_limit` times; then it fails by name. A function that raises fails its sample
-at once: asking again would only hide it. A failure is an answer of its own kind, never a score.
+A sample waits for a free process, then has `timeout_s`: waiting does not count. A hanging function is killed and the
+sample judged again, as is one whose process died, at most `retry_limit` times; then it fails by name. While a function
+has failed so and has never given a score, later samples are tried once: it is broken, and the run should soon say so.
+A function that raises fails its sample at once: asking again would only hide it. A failure is an answer of its own
+kind, never a score.
 """
 
 import asyncio
@@ -16,13 +18,18 @@ from psrl.actor import Actor, handler
 from psrl.errors import ConfigError, DataError, WireError
 from psrl.reward.messages import GetRewardStats, RewardStats, Score, Scored, ScoreFailed
 from psrl.reward.plan import RewardPlan
-from psrl.reward.process import ProcessDied, ScoreTimeout, ScoringProcess
+from psrl.reward.process import END_TIMEOUT_S, START_TIMEOUT_S, ProcessDied, ScoreTimeout, ScoringProcess
 from psrl.reward.wire import Job, Raised
 
 logger = logging.getLogger(__name__)
 
 _MAX_TOLD = 20  # different errors of a function that are logged in full
 _CALL_TIMEOUT_S = 600.0  # of a call that names none: a sample waits for its turn
+
+
+def longest_s(timeout_s: float, retry_limit: int, num_samples: int) -> float:
+    """The longest that a worker that lives may take for so many samples: all tries time out, each in a new process."""
+    return num_samples * (1 + retry_limit) * (START_TIMEOUT_S + timeout_s + END_TIMEOUT_S)
 
 
 class RewardWorker(Actor):
@@ -57,7 +64,9 @@ class RewardWorker(Actor):
         except (DataError, msgspec.DecodeError) as failure:
             return self._failed(message, "error", str(failure))
         kind, reason = "", ""
-        for _ in range(1 + self._retry_limit):
+        is_broken = self._stats["failed"] > self._stats["errors"] and not self._stats["scored"]
+        num_tries = 1 if is_broken else 1 + self._retry_limit
+        for _ in range(num_tries):
             process = await self._free.get()
             try:
                 verdict = await process.judge(job, self._timeout_s)
@@ -78,7 +87,7 @@ class RewardWorker(Actor):
                 return Scored(message.trajectory, shaped.raw_score, shaped.shaped_reward, shaped.metrics)
             finally:
                 self._free.put_nowait(process)
-        return self._failed(message, kind, f"{reason}, {1 + self._retry_limit} times in a row")
+        return self._failed(message, kind, reason + (f", {num_tries} times in a row" if num_tries > 1 else ""))
 
     @handler(idempotent=True)
     async def get_stats(self, message: GetRewardStats) -> RewardStats:

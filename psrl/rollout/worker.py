@@ -8,38 +8,32 @@ to `retry_limit` times, then failed by name; a failure is never a score of 0.
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from psrl.actor import within
-from psrl.clock import now
 from psrl.control import PSManager
 from psrl.control.messages import Complete, Completed, Fail, GroupOffer, NextGroup, NoGroup
 from psrl.data import ChatTokenizer
-from psrl.errors import ActorDied, ActorError, CallTimeout, EngineError, StorageError
-from psrl.reward import RewardWorker
-from psrl.reward.messages import Score, Scored, ScoreFailed
+from psrl.errors import CallTimeout, EngineError, StorageError
+from psrl.reward.messages import Score, Scored
 from psrl.rollout.agent_loop import AgentLoop, Rollout
 from psrl.rollout.gateway import RolloutGateway
 from psrl.rollout.messages import Generate, Generated
+from psrl.rollout.reward_pool import RewardPool, ScoreMissing
 from psrl.transfer import TransferQueue
 from psrl.types import FinishReason, SamplingParams, TrajectoryId
 
 logger = logging.getLogger(__name__)
 
 _MAX_TOLD = 100  # different reasons for giving a trajectory up that are warned of
-_REWARD_POLL_S = 0.1  # between looks for a reward worker that is back, longer each time
-_MAX_REWARD_POLL_S = 1.0
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
     max_concurrent_groups: int
     retry_limit: int  # further attempts at a failed trajectory
     trajectory_timeout_s: float
-    score_timeout_s: float  # of one call to a reward worker, its own retries included; and of waiting for one to live
-    score_attempts: int  # calls to reward workers before a sample that none answers in time is given up
     seed: int
 
 
@@ -53,7 +47,7 @@ class AgentLoopWorker:
         manager: PSManager,
         gateway: RolloutGateway,
         queue: TransferQueue,
-        rewards: Sequence[RewardWorker],
+        rewards: RewardPool,
         tokenizer: ChatTokenizer,
         loop: AgentLoop,
         settings: WorkerSettings,
@@ -62,11 +56,10 @@ class AgentLoopWorker:
         self._manager = manager
         self._gateway = gateway
         self._queue = queue
-        self._rewards = tuple(rewards)
+        self._rewards = rewards
         self._tokenizer = tokenizer
         self._loop = loop
         self._settings = settings
-        self._next_reward = 0
         self._told: set[str] = set()
 
     async def run(self) -> None:
@@ -95,9 +88,11 @@ class AgentLoopWorker:
             try:
                 await self._attempt(offer, trajectory)
                 return
-            except (EngineError, StorageError, CallTimeout, _ScoreMissing) as failure:
-                reason = str(failure) if isinstance(failure, _ScoreMissing) else f"{type(failure).__name__}: {failure}"
+            except (EngineError, StorageError, CallTimeout, ScoreMissing) as failure:
+                reason = str(failure) if isinstance(failure, ScoreMissing) else f"{type(failure).__name__}: {failure}"
                 logger.info("%s, attempt %d: %s", trajectory.key, attempt + 1, reason)
+                if isinstance(failure, ScoreMissing) and failure.final:
+                    break
         self._tell_once(trajectory, reason)
         await self._manager.fail(Fail(offer.epoch, trajectory, self._name, reason))
 
@@ -144,39 +139,16 @@ class AgentLoopWorker:
                 await self._queue.kv_clear([trajectory.key], partition)
 
     async def _score(self, offer: GroupOffer, trajectory: TrajectoryId, rollout: Rollout) -> Scored:
-        """The score, from whichever reward worker lives; while none does, one is being started again, so wait for it.
-
-        Raises _ScoreMissing by name.
-        """
-        request = Score(
-            trajectory=trajectory,
-            solution=self._tokenizer.decode(rollout.response_ids.tolist()),
-            row=offer.prompt.row,
-            num_response_tokens=len(rollout.response_ids),
-            finish_reason=rollout.finish_reason,
-            num_turns=rollout.num_turns,
+        return await self._rewards.score(
+            Score(
+                trajectory=trajectory,
+                solution=self._tokenizer.decode(rollout.response_ids.tolist()),
+                row=offer.prompt.row,
+                num_response_tokens=len(rollout.response_ids),
+                finish_reason=rollout.finish_reason,
+                num_turns=rollout.num_turns,
+            )
         )
-        patience_until_s = now() + self._settings.score_timeout_s
-        num_timeouts = num_deaths = 0
-        while True:
-            worker = self._rewards[self._next_reward % len(self._rewards)]
-            self._next_reward += 1
-            try:
-                answer = await within(worker, self._settings.score_timeout_s).score(request)
-            except CallTimeout as late:
-                num_timeouts += 1
-                if num_timeouts >= self._settings.score_attempts:
-                    raise _ScoreMissing(f"no reward worker answered: {late}") from late
-            except ActorDied as dead:
-                if now() > patience_until_s:
-                    raise _ScoreMissing(f"no reward worker lives: {dead}") from dead
-                num_deaths += 1
-                if num_deaths % len(self._rewards) == 0:  # all of them, it seems
-                    await asyncio.sleep(min(_REWARD_POLL_S * num_deaths / len(self._rewards), _MAX_REWARD_POLL_S))
-            else:
-                if isinstance(answer, ScoreFailed):
-                    raise _ScoreMissing(f"not scored: {answer.reason}")
-                return answer
 
     async def _complete(
         self, offer: GroupOffer, trajectory: TrajectoryId, rollout: Rollout, scored: Scored
@@ -198,10 +170,6 @@ class AgentLoopWorker:
                 metrics=scored.metrics,
             )
         )
-
-
-class _ScoreMissing(ActorError):
-    """A sample could not be scored."""
 
 
 def row_fields(prompt_ids: bytes, rollout: Rollout) -> dict[str, np.ndarray]:

@@ -199,7 +199,7 @@ def test_dynamic_sampling_trains_on_the_groups_that_differ(start_run: Any, rewar
     assert {line["group"] % 2 for line in trained(live)} == {1}
     assert all(step["batch/groups_used"] == 4 and step["batch/groups_filtered"] > 0 for step in steps(live))
     (reason,) = {line["reason"] for line in live.trajectories() if line["outcome"] == "failed"}
-    assert "not scored: no score within 5 s" in reason
+    assert "gave no score within reward.reward_loop_worker.timeout_s=5 s" in reason
 
 
 def test_a_reward_that_always_raises_ends_the_run_by_name(start_run: Any, reward_file: Any) -> None:
@@ -213,7 +213,8 @@ def test_a_reward_that_always_raises_ends_the_run_by_name(start_run: Any, reward
     assert live.end() == 1, live.output()
     said = live.output()
     last = said[said.rindex("psrl-launch:") :]
-    assert "groups failed in a row; the last one: not scored: KeyError: 'no such entry' (" in last
+    assert "groups failed in a row; the last one: not scored: reward.custom_reward_function: reward function" in last
+    assert "raised KeyError: 'no such entry' (" in last
     assert "reward_file.py, line 1)" in last
     assert "Traceback" not in last
     assert last.count("exit status 1") == 1

@@ -8,9 +8,10 @@ from psrl.data import ChatTokenizer
 from psrl.launch.roles import head, reward
 from psrl.launch.roles.failure import raise_when_failed
 from psrl.launch.spec import RunSpec
-from psrl.reward.worker import RewardWorker
+from psrl.reward.worker import RewardWorker, longest_s
 from psrl.rollout.agent_loop import SingleTurn
 from psrl.rollout.gateway import RolloutGateway
+from psrl.rollout.reward_pool import SAMPLES_PER_WORKER, RewardPool
 from psrl.rollout.worker import AgentLoopWorker, WorkerSettings
 from psrl.transfer import QueueController, StorageActor, TransferQueue
 from psrl.transfer.segments import SegmentSource
@@ -46,15 +47,19 @@ async def run(spec: RunSpec, name: str) -> None:
             manager=manager,
             gateway=gateway,
             queue=queue,
-            rewards=rewards,
+            rewards=RewardPool(
+                rewards,
+                call_timeout_s=longest_s(
+                    scoring.timeout_s, scoring.retry_limit, SAMPLES_PER_WORKER * agent.num_workers
+                ),
+                patience_s=head.START_TIMEOUT_S,
+            ),
             tokenizer=tokenizer,
             loop=SingleTurn(),
             settings=WorkerSettings(
                 max_concurrent_groups=agent.max_concurrent_groups,
                 retry_limit=agent.retry_limit,
                 trajectory_timeout_s=agent.trajectory_timeout_s,
-                score_timeout_s=scoring.timeout_s * (scoring.retry_limit + 2),
-                score_attempts=scoring.retry_limit + 1,
                 seed=config.gen_actor_rollout_ref.rollout.seed,
             ),
         )

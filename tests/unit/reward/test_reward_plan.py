@@ -38,7 +38,9 @@ def test_functions_are_found_by_name_or_as_the_only_one() -> None:
     assert RewardPlan.of(only, data()).sources[0].function == Function("a.py", "one")
     both = Reward(active_managers=["naive"], managers={"naive": manager(one, two)})
     named = RewardModelSpec(reward_loop_type="naive", reward_fn="two", reward_coef=0.5)
-    assert RewardPlan.of(both, data(named)).sources == (Source(Function("b.py", "two", {"k": 1}), None, 0.5),)
+    assert RewardPlan.of(both, data(named)).sources == (
+        Source(Function("b.py", "two", {"k": 1}, "reward.managers.naive.reward_fn"), None, 0.5),
+    )
 
 
 @pytest.mark.parametrize(

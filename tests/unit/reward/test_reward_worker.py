@@ -157,7 +157,8 @@ async def test_hanging_function_is_killed_counted_and_failed_by_name(functions: 
         answer = await worker.score(score(how))
         assert isinstance(answer, ScoreFailed)
         assert answer.kind == "timeout"
-        assert "0.3 s" in answer.reason
+        assert f"reward.custom_reward_function: reward function act of {functions}" in answer.reason
+        assert "no score within reward.reward_loop_worker.timeout_s=0.3 s, 2 times in a row" in answer.reason
         assert await stats_of(worker) == RewardStats(scored=1, timeouts=2, failed=1)
         assert (await worker.score(score("fine"))).raw_score == 1.0
         assert not set(first) & set(actor.pids)
@@ -195,13 +196,24 @@ async def test_raising_function_fails_its_sample_once(
 
 async def test_crashing_function_is_tried_again_then_failed(functions: Path, tmp_path: Path) -> None:
     async with worker_of(plan_of(functions, "act"), retry_limit=2) as (worker, _):
+        await worker.score(score("fine"))
         answer = await worker.score(score("crash"))
         assert isinstance(answer, ScoreFailed)
         assert answer.kind == "died"
-        assert "SIGKILL" in answer.reason
+        assert f"reward.custom_reward_function: reward function act of {functions}" in answer.reason
+        assert "its process ended (killed by SIGKILL), 3 times in a row" in answer.reason
         once = await worker.score(score(f"crash once {tmp_path / 'mark'}"))
         assert isinstance(once, Scored)
-        assert await stats_of(worker) == RewardStats(scored=1, deaths=4, failed=1)
+        assert await stats_of(worker) == RewardStats(scored=2, deaths=4, failed=1)
+
+
+async def test_a_function_that_never_gave_a_score_is_not_tried_again_and_again(functions: Path) -> None:
+    async with worker_of(plan_of(functions, "act"), retry_limit=2) as (worker, _):
+        for said in ("3 times in a row", "(killed by SIGKILL)"):
+            answer = await worker.score(score("crash"))
+            assert isinstance(answer, ScoreFailed)
+            assert answer.reason.endswith(said)
+        assert (await stats_of(worker)).deaths == 3 + 1
 
 
 async def test_kill_from_outside_scores_again(functions: Path) -> None:
@@ -343,8 +355,10 @@ def test_verify_names_what_cannot_be_loaded(functions: Path, tmp_path: Path) -> 
         assert str(path) in str(caught.value)
     dying = tmp_path / "dying.py"
     dying.write_text("import os\nos._exit(7)\n")
-    with pytest.raises(ConfigError, match="ended their process"):
+    with pytest.raises(ConfigError) as caught:
         verify(plan_of(dying, "f"))
+    said = f"reward.custom_reward_function: reward function f of {dying}: loading it ended its process (exit code 7)"
+    assert str(caught.value) == said
 
 
 async def test_row_without_truth_is_a_failure_by_name() -> None:
