@@ -1,9 +1,10 @@
 """A scoring process: judges one sample at a time until its worker is gone. Started by `psrl.reward.process`, killed
 at will.
 
-User code may do anything here: loop, crash, print, change signals. So nothing else lives in this process, it ends
-with its parent (parent-death signal, and end of file on its socket), and a process group of its own lets the worker
-end what it started.
+User code may do anything here: loop, crash, print, change signals, fork. So nothing else lives in this process, and it
+ends with its parent (parent-death signal, and end of file on its socket). A fork has no socket, and ends where the
+user's code does. What it started stays below it in the tree of processes (it is a subreaper), so that the worker finds
+and ends that too; only what has a session of its own, when this process ends by itself, lives on.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from psrl.reward.plan import RewardPlan
 from psrl.reward.wire import Done, Job, LoadFailed, Raised, Ready, Setup, frame, read_blocking, to_process
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _MAX_TEXT = 20_000
 _OUR_FOLDERS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
 
@@ -98,28 +100,44 @@ def serve(connection: socket.socket) -> None:
     setup = to_process.decode(body)
     assert isinstance(setup, Setup)
     with asyncio.Runner() as runner:
-        _end_with(setup.parent)
+        _tie_processes(setup.parent)
+        own_pid = os.getpid()
+        os.register_at_fork(after_in_child=connection.close)
         try:
             scorer = Scorer(setup.plan, runner)
         except ConfigError as error:
+            _end_fork(own_pid)
             connection.sendall(frame(LoadFailed(str(error))))
             return
+        _end_fork(own_pid)
         connection.sendall(frame(Ready()))
         while (body := read_blocking(connection)) is not None:
             job = to_process.decode(body)
             assert isinstance(job, Job)
-            connection.sendall(frame(scorer.answer(job)))
+            answer = scorer.answer(job)
+            _end_fork(own_pid)
+            connection.sendall(frame(answer))
 
 
-def _end_with(parent: int) -> None:
-    """Be killed when the worker's thread that started us ends, also if that has already happened."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def _tie_processes(parent: int) -> None:
+    """Be killed when the worker's thread that started us ends, also if that has already happened; keep below us what
+    we start."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
+def _end_fork(own_pid: int) -> None:
+    """Where the user's code returns in a process that it forked: there is one answer, and it is not this one's."""
+    if os.getpid() != own_pid:
+        os._exit(0)
+
+
 def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as connection:
+        connection.set_inheritable(False)
         serve(connection)
 
 

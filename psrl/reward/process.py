@@ -11,6 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from psrl.errors import ConfigError, PsrlError, WireError
 from psrl.reward.plan import RewardPlan
@@ -29,6 +31,7 @@ from psrl.reward.wire import (
 
 START_TIMEOUT_S = 60.0  # interpreter, and whatever the user's file imports
 END_TIMEOUT_S = 10.0  # of a killed process to be gone
+_MAX_ROUNDS = 16  # of looking for what a child has started: while it is killed it may start more
 _EXIT_TIMEOUT_S = 1.0  # of a process that closed its socket to say how it ended
 
 
@@ -152,9 +155,37 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child and its own children. Its id is still ours: it is not waited for before."""
-    if child.returncode is None:
-        os.killpg(child.pid, signal.SIGKILL)
+    """Kill the child and all below it. Its id is still ours: it is not waited for before.
+
+    Below it may be other process groups and sessions. The child is stopped while they are looked for, so that it
+    neither starts more nor gives ids back.
+    """
+    if child.returncode is not None:
+        return
+    os.kill(child.pid, signal.SIGSTOP)
+    killed: set[int] = set()
+    for _ in range(_MAX_ROUNDS):
+        found = _below(child.pid) - killed
+        if not found:
+            break
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+    os.killpg(child.pid, signal.SIGKILL)
+
+
+def _below(pid: int) -> set[int]:
+    """Ids of the children of a process, and of theirs. Empty where the kernel does not tell, or it has ended."""
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        for children in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+            with suppress(OSError):
+                new = set(map(int, children.read_text().split())) - found
+                found |= new
+                waiting += new
+    return found
 
 
 async def _gone(child: subprocess.Popen[bytes], timeout_s: float) -> bool:

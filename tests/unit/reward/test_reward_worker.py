@@ -81,9 +81,30 @@ def act(data_source, solution_str, ground_truth, extra_info):
             os._exit(3)
     if solution_str == "child":
         import subprocess
-        child = subprocess.Popen(["sleep", "3600"])
+        child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
         open(ground_truth, "w").write(str(child.pid))
         time.sleep(3600)
+    if solution_str == "daemon":
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                open(ground_truth, "w").write(str(os.getpid()))
+                time.sleep(3600)
+            os._exit(0)
+        time.sleep(3600)
+    if solution_str.startswith("fork"):
+        child = os.fork()
+        if child == 0 and solution_str == "fork and raise":
+            raise LookupError("in the fork")
+        if child == 0 and solution_str == "fork and exit":
+            sys.exit(1)
+        if child == 0 and solution_str == "fork and return":
+            return 0.5
+        if child == 0:  # "fork and crash": the fork lives on with whatever it inherited
+            time.sleep(3600)
+        if solution_str == "fork and crash":
+            os.kill(os.getpid(), 9)
+        os.waitpid(child, 0)
     return 1.0
 """
 
@@ -281,11 +302,24 @@ async def test_a_caller_that_gives_up_frees_the_process(functions: Path) -> None
         assert (await worker.score(score("fine"))).raw_score == 1.0
 
 
-async def test_what_a_function_started_ends_with_it(functions: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["child", "daemon"])
+async def test_what_a_function_started_ends_with_it(functions: Path, tmp_path: Path, how: str) -> None:
+    """Also in a session of its own."""
     note = tmp_path / "pid"
     async with worker_of(plan_of(functions, "act"), timeout_s=1.0, retry_limit=0) as (worker, _):
-        assert isinstance(await worker.score(score("child", str(note))), ScoreFailed)
+        assert isinstance(await worker.score(score(how, str(note))), ScoreFailed)
         assert await gone(int(note.read_text()))
+
+
+async def test_a_fork_of_a_function_gives_no_answer(functions: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async with worker_of(plan_of(functions, "act"), timeout_s=20, retry_limit=0) as (worker, _):
+        for how in ("fork and return", "fork and raise", "fork and exit", "fork and return"):
+            assert (await worker.score(score(how))).raw_score == 1.0
+        crashed = await worker.score(score("fork and crash"))
+        assert isinstance(crashed, ScoreFailed)
+        assert crashed.kind == "died", "the fork does not keep the socket open"
+        assert await stats_of(worker) == RewardStats(scored=4, deaths=1, failed=1)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 async def test_processes_end_with_their_worker(functions: Path) -> None:
@@ -357,6 +391,9 @@ def test_verify_names_what_cannot_be_loaded(functions: Path, tmp_path: Path) -> 
     dying.write_text("import os\nos._exit(7)\n")
     with pytest.raises(ConfigError) as caught:
         verify(plan_of(dying, "f"))
+    forking = tmp_path / "forking.py"
+    forking.write_text("import os\nif os.fork() == 0: raise SystemExit(1)\ndef f(**kwargs): return 1.0\n")
+    verify(plan_of(forking, "f"))
     said = f"reward.custom_reward_function: reward function f of {dying}: loading it ended its process (exit code 7)"
     assert str(caught.value) == said
 
