@@ -7,11 +7,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from psrl.errors import ConfigError, PsrlError
+from psrl.launch.console import delivered, open_missing
+from psrl.launch.doctor import installed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 failed (`report`: a check failed), 2 what was asked for cannot be."""
+    open_missing()
     options = _parser().parse_args(argv)
+    return delivered("psrl", lambda: _do(options))
+
+
+def _do(options: argparse.Namespace) -> int:
     try:
         return int(options.run(options))
     except ConfigError as error:
@@ -26,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="psrl", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"psrl {installed('psrl')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     data = commands.add_parser("data", help="make a data set as parquet").add_subparsers(required=True, metavar="SET")
@@ -36,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     arithmetic = data.add_parser("arithmetic", help="small word problems, made here")
     arithmetic.add_argument("--out", required=True, type=Path, help="folder to write to")
     arithmetic.add_argument("--seed", type=int, default=0)
-    arithmetic.add_argument("--num-train", type=int, default=4096, metavar="ROWS")
+    arithmetic.add_argument("--num-train", type=_at_least(1), default=4096, metavar="ROWS")
     arithmetic.set_defaults(run=_arithmetic)
 
     model = commands.add_parser("model", help="make a model directory").add_subparsers(required=True, metavar="MODEL")
@@ -47,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny = model.add_parser("tiny", help="a tiny model, warm-started on the word problems of `data arithmetic`")
     tiny.add_argument("--out", required=True, type=Path, help="folder to write to")
     tiny.add_argument("--seed", type=int, default=0)
-    tiny.add_argument("--steps", type=int, default=700, help="of supervised fine-tuning; 0: random weights")
+    tiny.add_argument("--steps", type=_at_least(0), default=700, help="of supervised fine-tuning; 0: random weights")
     tiny.set_defaults(run=_tiny)
 
     report = commands.add_parser("report", help="summary, curves and checks of a run")
@@ -55,6 +63,15 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
     commands.add_parser("doctor", help="versions, devices, memory, limits").set_defaults(run=_doctor)
     return parser
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        return value
+
+    return number
 
 
 def _gsm8k(options: argparse.Namespace) -> int:

@@ -9,12 +9,17 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from psrl.config.loader import Loaded, load, shipped
 from psrl.errors import ConfigError, PsrlError
+from psrl.launch.console import delivered, open_missing
+from psrl.launch.doctor import installed
 from psrl.launch.interrupt import Interrupted
+
+if TYPE_CHECKING:  # a run needs more than a look at a config
+    from psrl.launch.plan import Plan
 
 _VALUE_FLAGS = ("--hostfile", "--ray")
 _UNBUILT = {"hostfile": "--hostfile", "ray": "--ray", "slurm": "--slurm"}
@@ -23,7 +28,12 @@ OK, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    open_missing()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return delivered("psrl-launch", lambda: _launch(arguments))
+
+
+def _launch(arguments: list[str]) -> int:
     flags, rest = _split(arguments)
     try:
         if rest and rest[0].endswith(".sh"):
@@ -31,15 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_script(flags, rest[0], rest[1:])
         options = _parser().parse_intermixed_args(arguments)
         _refuse_unbuilt(options)
+        if options.json and (options.cfg or not options.check):
+            raise ConfigError("--json is a form of --check: give the two, without --cfg")
         return _run_config(options)
     except ConfigError as error:
         _complain(error.problems)
         return BAD_CONFIG
     except (KeyboardInterrupt, Interrupted) as error:
-        print(f"psrl-launch: {error or 'interrupted'}", file=sys.stderr)
+        said = f"psrl-launch: {error or 'interrupted'}"
+        print("\n".join((said, *getattr(error, "__notes__", ()))), file=sys.stderr)
         return INTERRUPTED
     except PsrlError as error:
-        print(f"psrl-launch: {error}", file=sys.stderr)
+        print("\n".join((f"psrl-launch: {error}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         return FAILED
 
 
@@ -53,19 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides; for a script its arguments")
     parser.add_argument("--cfg", action="store_true", help="print the resolved config with the origin of each value")
     parser.add_argument("--check", action="store_true", help="check all that can be checked without starting")
-    parser.add_argument("--json", action="store_true", help="with --check: print the result as JSON")
+    parser.add_argument("--json", action="store_true", help="with --check: print the result as JSON, and nothing else")
     parser.add_argument("--hostfile", metavar="FILE", help="run on the hosts of a file (not built yet)")
     parser.add_argument("--ray", metavar="ADDRESS", help="run on a Ray cluster (not built yet)")
     parser.add_argument("--slurm", action="store_true", help="run in a Slurm allocation (not built yet)")
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"psrl {installed('psrl')}")
     return parser
-
-
-def _version() -> str:
-    try:
-        return f"psrl {version('psrl')}"
-    except PackageNotFoundError:
-        return "psrl (not installed)"
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -96,16 +102,25 @@ def _run_script(flags: list[str], script: str, arguments: list[str]) -> int:
 
 
 def _run_config(options: argparse.Namespace) -> int:
-    if options.check:
+    if options.check and not options.cfg:
         return _check(options)
     loaded = load(options.config, options.overrides)
     if options.cfg:
         sys.stdout.write(describe(loaded))
-        return OK
-    from psrl.launch.plan import make_plan
+        return _check(options) if options.check else OK
     from psrl.launch.wiring import run
 
-    return run(loaded, make_plan(loaded.config))
+    return run(loaded, _plan(loaded))
+
+
+def _plan(loaded: Loaded) -> "Plan":
+    """What the run needs. Raises ConfigError, also for a name that the system refuses, too long, say."""
+    from psrl.launch.plan import make_plan
+
+    try:
+        return make_plan(loaded.config)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
 
 
 def describe(loaded: Loaded) -> str:
@@ -119,12 +134,11 @@ def describe(loaded: Loaded) -> str:
 def _check(options: argparse.Namespace) -> int:
     """Go through everything without starting anything; say all problems, then what became of foreign keys."""
     from psrl.config.aliases import ALIASES
-    from psrl.launch.plan import make_plan
 
     loaded, problems = None, []
     try:
         loaded = load(options.config, options.overrides)
-        make_plan(loaded.config)
+        _plan(loaded)
     except ConfigError as error:
         problems = list(error.problems)
     notes = loaded.notes if loaded else ()

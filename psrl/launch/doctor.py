@@ -33,7 +33,7 @@ def _findings() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     for package in _PACKAGES:
-        yield package, _version(package)
+        yield package, installed(package)
     yield "devices", _devices()
     yield "C++ core", _core()
     cpus = len(os.sched_getaffinity(0))
@@ -45,7 +45,8 @@ def _findings() -> Iterator[tuple[str, str]]:
     yield "disk here", f"{shutil.disk_usage('.').free / _GIB:.1f} GiB free in {os.getcwd()}"
 
 
-def _version(package: str) -> str:
+def installed(package: str) -> str:
+    """Its version, or that there is none."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -89,7 +90,7 @@ def _limit(which: int, least: int | None, unit: int = 1, unit_name: str = "") ->
     soft, hard = resource.getrlimit(which)
 
     def shown(value: int) -> str:
-        return "unlimited" if value == resource.RLIM_INFINITY else f"{value / unit:.4g} {unit_name}".strip()
+        return "unlimited" if value == resource.RLIM_INFINITY else f"{value // unit:,} {unit_name}".strip()
 
     low = least is not None and soft != resource.RLIM_INFINITY and soft < least
     return f"{shown(soft)} (hard limit {shown(hard)})" + (f": low, try ulimit -n {least}" if low else "")

@@ -47,7 +47,10 @@ def port_problems(config: Config) -> list[str]:
 def run_dir_problems(config: Config) -> list[str]:
     """Can the run directory be made and written, and is no other run in it?"""
     folder = Path(config.trainer.default_local_dir)
-    above = _existing(folder)
+    try:
+        above = _existing(folder)
+    except OSError as error:  # a name that is too long, say
+        return [f"{_DIR_KEY}={folder}: {error.strerror}"]
     if not above.is_dir():
         return [f"{_DIR_KEY}={folder}: {above} is a file, not a folder"]
     try:

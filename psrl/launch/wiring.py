@@ -25,6 +25,7 @@ from psrl.config.loader import Loaded
 from psrl.control import PSManager
 from psrl.control.messages import GetStatus
 from psrl.errors import ActorDied, ActorError, RunFailed
+from psrl.launch.console import let_fail
 from psrl.launch.interrupt import until_interrupted
 from psrl.launch.local import Exit, LocalLauncher, ProcessSpec
 from psrl.launch.logs import ConsoleView
@@ -151,6 +152,10 @@ class Cluster:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
             "PYTHONUTF8": "1",
+            # torch makes this folder when it is imported; without a word from us in the user's TMPDIR, and for good.
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
+                "TORCHINDUCTOR_CACHE_DIR", str(Path(self.spec.socket_dir) / "torchinductor")
+            ),
         }
         if role_of(name) == "trainer":
             environment |= {
@@ -192,6 +197,7 @@ class Cluster:
 
 def run(loaded: Loaded, plan: Plan) -> int:
     """Run to the end; the exit status. Raises RunFailed by name, Interrupted after Ctrl-C."""
+    let_fail()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return run_loop(_run(loaded, plan))
 

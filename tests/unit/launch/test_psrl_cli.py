@@ -26,9 +26,19 @@ def test_a_tiny_model_is_made_aside_and_not_over_another(tmp_path: Path, capsys:
 def test_what_cannot_be_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "gsm8k", "--source", str(tmp_path / "none"), "--out", str(tmp_path)]) in (1, 2)
     assert main(["report", str(tmp_path / "none")]) in (1, 2)
+    assert main(["report", __file__]) == 1
+    assert main(["data", "arithmetic", "--out", "/proc/x"]) == 1
+    assert main(["model", "tiny", "--steps", "0", "--out", "/proc/x"]) == 1
     shown = capsys.readouterr().err
     assert "Traceback" not in shown
-    assert shown.startswith("psrl: ")
+    assert all(line.startswith("psrl: ") for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("asked", [["data", "arithmetic", "--num-train", "0"], ["model", "tiny", "--steps", "-3"]])
+def test_numbers_that_mean_nothing_are_refused(asked: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*asked, "--out", str(tmp_path / "x")])
+    assert not any(tmp_path.iterdir())
 
 
 def test_doctor_says_what_a_run_depends_on() -> None:
