@@ -15,19 +15,24 @@ _NUM_BINS = 400
 
 
 def draw(run: RunFiles, path: Path) -> None:
-    """Write the picture to `path` (PNG). What the run does not have stays an empty panel that says so."""
+    """Write the picture to `path` (PNG)."""
+    figure(run).savefig(path, dpi=120)
+
+
+def figure(run: RunFiles) -> Any:
+    """The picture as matplotlib's Figure. What the run does not have stays an empty panel that says so."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 8.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(3, 2, height_ratios=(3, 3, 2))
-    _accuracy(figure.add_subplot(grid[0, 0]), run)
-    _reward(figure.add_subplot(grid[0, 1]), run)
-    _length(figure.add_subplot(grid[1, 0]), run)
-    _staleness(figure.add_subplot(grid[1, 1]), run)
-    _overlap(figure.add_subplot(grid[2, :]), run)
-    figure.savefig(path, dpi=120)
+    drawn = Figure(figsize=(11, 8.5), layout="constrained")
+    FigureCanvasAgg(drawn)
+    grid = drawn.add_gridspec(3, 2, height_ratios=(3, 3, 2))
+    _accuracy(drawn.add_subplot(grid[0, 0]), run)
+    _reward(drawn.add_subplot(grid[0, 1]), run)
+    _length(drawn.add_subplot(grid[1, 0]), run)
+    _staleness(drawn.add_subplot(grid[1, 1]), run)
+    _overlap(drawn.add_subplot(grid[2, :]), run)
+    return drawn
 
 
 def _accuracy(axes: Any, run: RunFiles) -> None:
@@ -69,10 +74,10 @@ def _length(axes: Any, run: RunFiles) -> None:
 
 
 def _staleness(axes: Any, run: RunFiles) -> None:
-    """Share of each step's trajectories by staleness, from the record of trajectories."""
+    """Share of each step's trajectories by staleness, from the record of trajectories. Step v + 1 trains version v."""
     _panel(axes, "staleness", "share of trajectories")
     points = [
-        (line.trained_at, line.trained_at - line.oldest)
+        (line.trained_at + 1, line.trained_at - line.oldest)
         for line in run.lines
         if line.outcome == TRAINED
         and line.trained_at is not None
@@ -121,10 +126,11 @@ def _overlap(axes: Any, run: RunFiles) -> None:
     top = max(1, int(running.max()))
     axes.broken_barh(_bars(steps, origin), (-0.18 * top, 0.14 * top), color=_ORANGE, label="training step")
     axes.set_ylim(-0.2 * top, 1.05 * top)
+    axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= top])  # the bars below 0 count nothing
     share = overlap(generation(run), steps)
     if steps and share is not None:
         axes.set_title(f"generation and training, both running {share:.0%} of the time", fontsize=10, loc="left")
-    axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
+    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
 
 
 def _bars(intervals: Intervals, origin: float) -> list[tuple[float, float]]:

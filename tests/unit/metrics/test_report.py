@@ -12,7 +12,9 @@ from psrl.control.messages import Counters
 from psrl.control.records import EndLine, Outcome, PublishLine, StartLine, TrajectoryLine
 from psrl.errors import DataError
 from psrl.metrics.checks import CHECKS
+from psrl.metrics.curves import figure
 from psrl.metrics.report import main, report
+from psrl.metrics.run_files import read_run
 from psrl.types import Epoch, FinishReason, GroupId, Purpose, Version, VersionSpan
 
 
@@ -48,6 +50,16 @@ def test_summary_and_curves(make_run: Callable, tmp_path: Path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     for text in ("0.250 at step 0, 0.875 at step 4 (+0.625)", "overlapped 32%", "3 max, bound 3", "checks passed"):
         assert text in found.text()
+
+
+def test_curves_share_their_steps_and_count_nothing_below_zero(make_run: Callable, tmp_path: Path):
+    accuracy, reward, length, staleness, overlap = figure(read_run(make_run(3).write(tmp_path))).axes
+    steps = [1, 2, 3, 4]
+    assert list(reward.lines[0].get_xdata()) == list(length.lines[0].get_xdata()) == steps
+    assert sorted({bar.get_x() + bar.get_width() / 2 for bar in staleness.patches}) == steps
+    assert list(accuracy.lines[0].get_xdata()) == [0, 4]
+    assert min(overlap.get_yticks()) == 0
+    assert overlap.get_legend().get_bbox_to_anchor().y0 >= overlap.bbox.y1  # above the panel, not over the curve
 
 
 def test_exit_status_says_whether_checks_failed(make_run: Callable, tmp_path: Path, capsys):
