@@ -82,7 +82,7 @@ class LiveRun:
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temp_dir), **env},
+            env={**_environment(), "OMP_NUM_THREADS": "1", "TMPDIR": str(temp_dir), **env},
             start_new_session=True,
         )
         self._seen: dict[int, psutil.Process] = {}
@@ -261,6 +261,11 @@ def read_lines(path: Path) -> list[Record]:
         except ValueError:
             continue  # torn by a kill
     return found
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without what making the model's files left in it: torch notes there where its caches are."""
+    return {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
 
 
 def _lives(process: psutil.Process) -> bool:
