@@ -8,7 +8,7 @@ reward workers get, nothing else.
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from psrl.errors import ConfigError, DataError
 from psrl.types import GroupId
 
 _MULTIMODAL = ("images", "videos", "audios")
+
+CheckTruth = Callable[[str, Any], str]
+"""(data source, ground truth) -> what is wrong with it, empty if nothing is."""
 
 
 class RewardRow(msgspec.Struct, frozen=True):
@@ -70,10 +73,15 @@ class PromptDataset:
 
     @classmethod
     def load(
-        cls, files: str | Sequence[str], config: Data, tokenizer: ChatTokenizer, max_samples: int = -1
+        cls,
+        files: str | Sequence[str],
+        config: Data,
+        tokenizer: ChatTokenizer,
+        max_samples: int = -1,
+        check_truth: CheckTruth = lambda source, truth: "",
     ) -> "PromptDataset":
         """Read, check and tokenise. `max_samples` > 0 keeps so many rows: the first, or drawn by data.seed if
-        data.shuffle.
+        data.shuffle. `check_truth` is asked of every row.
 
         Raises DataError for what is wrong in a file, ConfigError for what is wrong in the settings.
         """
@@ -82,7 +90,7 @@ class PromptDataset:
         paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)]
         if not paths:
             raise DataError("no data files are given")
-        reader = _Reader(config, tokenizer)
+        reader = _Reader(config, tokenizer, check_truth)
         rows = [row for path in paths for row in reader.read(path, str(paths[0]))]
         reader.refuse_overlong()
         kept = _sample(rows, max_samples, config.seed if config.shuffle else None)
@@ -127,8 +135,9 @@ class PromptDataset:
 class _Reader:
     """Turns rows into (prompt ids, reward row) and counts on the way."""
 
-    def __init__(self, config: Data, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, config: Data, tokenizer: ChatTokenizer, check_truth: CheckTruth) -> None:
         self._config = config
+        self._check_truth = check_truth
         self._tokenizer = tokenizer
         self._encoder = msgspec.msgpack.Encoder()
         self._first_overlong = ""
@@ -202,7 +211,10 @@ class _Reader:
             source = self._config.data_source_name or default_source
         if not isinstance(source, str):
             raise DataError(f"{where} column data_source: must be a string, is {_kind(source)}")
-        return RewardRow(source, reward_model["ground_truth"], extra_info or {})
+        truth = reward_model["ground_truth"]
+        if problem := self._check_truth(source, truth):
+            raise DataError(f"{where} column reward_model.ground_truth is {_kind(truth)}: {problem}")
+        return RewardRow(source, truth, extra_info or {})
 
     def _encode(self, where: str, row: RewardRow) -> bytes:
         try:

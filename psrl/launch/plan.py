@@ -2,7 +2,8 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +14,7 @@ from psrl._core import memory_available
 from psrl.config.schema import Config
 from psrl.control import ControlState, TrajectoryLog, total_steps
 from psrl.data import ChatTokenizer, Order, Position, PromptDataset, Sampler
+from psrl.data.dataset import CheckTruth
 from psrl.errors import CheckpointError, ConfigError, DataError, PsrlError
 from psrl.launch.model_files import cache_values, manifest_of, max_positions, read_config
 from psrl.launch.ports import free_ports
@@ -59,14 +61,17 @@ def make_plan(config: Config) -> Plan:
     rewards = _try(problems, lambda: _checked_rewards(config))
     train = validation = None
     if tokenizer is not None:
-        train = _try(problems, lambda: _train_data(config, tokenizer))
-        validation = _try(problems, lambda: _validation_data(config, tokenizer))
+        check_truth = rewards.check_truth if rewards is not None else _no_check
+        train = _try(problems, lambda: _train_data(config, tokenizer, check_truth))
+        validation = _try(problems, lambda: _validation_data(config, tokenizer, check_truth))
     else:
         problems += missing_files(config)
     _try(problems, lambda: _check_resume(config))
     if rewards is not None and train is not None and validation is not None:
         sources = train.data_sources | validation.data_sources
         _try(problems, lambda: rewards.check_data_sources(sources))
+    if rewards is not None:
+        problems += filter_problems(config, rewards.known_metrics())
     num_validation = len(validation) if validation is not None else 0
     queue = _try(problems, lambda: _queue_plan(config, num_validation))
     plan = None
@@ -144,25 +149,33 @@ def _tokenizer(config: Config) -> ChatTokenizer | None:
     return ChatTokenizer.load(path, config.data.apply_chat_template_kwargs) if Path(path).is_dir() else None
 
 
-def _train_data(config: Config, tokenizer: ChatTokenizer) -> PromptDataset:
+def _no_check(data_source: str, ground_truth: object) -> str:
+    return ""
+
+
+def _train_data(config: Config, tokenizer: ChatTokenizer, check_truth: CheckTruth) -> PromptDataset:
     data = config.data
-    return _data("data.train_files", data.train_files, config, tokenizer, data.train_max_samples, data.train_batch_size)
+    with _led_in_by("data.train_files"):
+        dataset = PromptDataset.load(data.train_files, data, tokenizer, data.train_max_samples, check_truth)
+        dataset.require(data.train_batch_size)
+        return dataset
 
 
-def _validation_data(config: Config, tokenizer: ChatTokenizer) -> PromptDataset:
-    return _data("data.val_files", config.data.val_files, config, tokenizer, config.data.val_max_samples, 1)
+def _validation_data(config: Config, tokenizer: ChatTokenizer, check_truth: CheckTruth) -> PromptDataset:
+    data = config.data
+    with _led_in_by("data.val_files"):
+        dataset = PromptDataset.load(data.val_files, data, tokenizer, data.val_max_samples, check_truth)
+        dataset.require(1)
+        return dataset
 
 
-def _data(
-    key: str, files: str | list[str], config: Config, tokenizer: ChatTokenizer, max_samples: int, batch_size: int
-) -> PromptDataset:
-    """Raises DataError, its text led in by the key that named the files."""
+@contextmanager
+def _led_in_by(key: str) -> Iterator[None]:
+    """A DataError with the key that named the files before its text."""
     try:
-        dataset = PromptDataset.load(files, config.data, tokenizer, max_samples)
-        dataset.require(batch_size)
+        yield
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
-    return dataset
 
 
 def missing_files(config: Config) -> list[str]:
@@ -173,6 +186,19 @@ def missing_files(config: Config) -> list[str]:
         for key, files in named.items()
         for file in ([files] if isinstance(files, str) else files)
         if not Path(file).expanduser().exists()
+    ]
+
+
+def filter_problems(config: Config, known: frozenset[str] | None) -> list[str]:
+    """A metric for dynamic sampling that no score will have; silent where functions of the user's may report it."""
+    filtering, metric = config.psrl.group_post_process, config.algorithm.filter_groups.metric
+    if not filtering.enable or filtering.name != "dynamic_sampling_filter" or known is None:
+        return []
+    names = sorted({"score", *known})
+    if metric in names:
+        return []
+    return [
+        f"algorithm.filter_groups.metric={metric} is not a metric of the built-in rewards: use {' or '.join(names)}"
     ]
 
 

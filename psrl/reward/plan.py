@@ -67,8 +67,27 @@ class RewardPlan(msgspec.Struct, frozen=True):
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
         """Raise ConfigError if a data source has to be judged by a built-in rule and there is none."""
-        if any(source.function is None for source in self.sources) and (problem := rules.unknown(data_sources)):
+        if self._uses_rules and (problem := rules.unknown(data_sources)):
             raise ConfigError(problem)
+
+    def check_truth(self, data_source: str, ground_truth: Any) -> str:
+        """What is wrong with a row's ground truth if a built-in rule has to judge by it; empty if nothing is."""
+        return rules.unfit(data_source, ground_truth) if self._uses_rules else ""
+
+    def known_metrics(self) -> frozenset[str] | None:
+        """Metrics that come with each score. None if a function of the user's may report more."""
+        if any(source.function is not None for source in self.sources):
+            return None
+        metrics = set()
+        for index, source in enumerate(self.sources):
+            logged = source.overlong is not None and source.overlong.log
+            names = ("acc", "overlong_reward", "overlong") if logged else ("acc",)
+            metrics |= {name if index == 0 else f"{index}_{name}" for name in names}
+        return frozenset(metrics)
+
+    @property
+    def _uses_rules(self) -> bool:
+        return any(source.function is None for source in self.sources)
 
 
 def _source(spec: RewardModelSpec, reward: Reward, data: Data, where: str) -> Source:

@@ -38,11 +38,19 @@ def score(data_source: str, solution: str, ground_truth: Any, extra_info: Mappin
     rule = RULES.get(data_source)
     if rule is None:
         raise ConfigError(unknown((data_source,)))
-    if isinstance(ground_truth, int) and not isinstance(ground_truth, bool):
-        ground_truth = str(ground_truth)
-    if not isinstance(ground_truth, str):
-        raise TypeError(f"ground_truth of {data_source} must be text, is {type(ground_truth).__name__}")
-    return rule(solution, ground_truth, extra_info)
+    if problem := unfit(data_source, ground_truth):
+        raise TypeError(problem)
+    return rule(solution, str(ground_truth), extra_info)
+
+
+def unfit(data_source: str, ground_truth: Any) -> str:
+    """What is wrong with a ground truth that the built-in rules cannot judge by; empty if nothing is."""
+    if isinstance(ground_truth, str) or (isinstance(ground_truth, int) and not isinstance(ground_truth, bool)):
+        return ""
+    return (
+        f"the built-in rule of {data_source} takes text or a whole number, not {type(ground_truth).__name__}: "
+        "write it as the text of the answer, or give reward.custom_reward_function.path"
+    )
 
 
 def unknown(data_sources: Iterable[str]) -> str:

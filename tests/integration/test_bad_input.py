@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -32,6 +33,15 @@ class Bad:
         path = self.folder / f"{name}.parquet"
         pq.write_table(change(pq.read_table(self.house.data / "train.parquet")), path)
         return f"data.train_files={path}"
+
+    def truths(self, truth: Any) -> str:
+        def change(table: Any) -> Any:
+            rows = table.to_pylist()
+            for row in rows:
+                row["reward_model"]["ground_truth"] = truth
+            return pa.Table.from_pylist(rows)
+
+        return self.table("truths", change)
 
     def file(self, name: str, content: bytes) -> Path:
         path = self.folder / name
@@ -176,6 +186,26 @@ CASES: dict[str, Case] = {
     "a reward file that cannot be imported": (
         lambda bad: [f"{REWARD}.path={bad.file('broken.py', b'import no_such_package')}"],
         ["bad/broken.py: the file cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"],
+    ),
+    "a reward file that ends its process": (
+        lambda bad: [f"{REWARD}.path={bad.file('ending.py', b'import os; os._exit(7)')}"],
+        ["reward.custom_reward_function: reward function compute_score of ", "bad/ending.py: loading it", "code 7"],
+    ),
+    "truths that are not text": (
+        lambda bad: [bad.truths(1.5)],
+        [
+            "data.train_files: ",
+            "row 0 column reward_model.ground_truth is float 1.5: the built-in rule of psrl/",
+            "text",
+        ],
+    ),
+    "truths that are bytes": (
+        lambda bad: [bad.truths(b"7")],
+        ["row 0 column reward_model.ground_truth is bytes b'7'", "give reward.custom_reward_function.path"],
+    ),
+    "a filter by what no reward reports": (
+        lambda bad: ["psrl.group_post_process.enable=true", "algorithm.filter_groups.metric=nosuch"],
+        ["algorithm.filter_groups.metric=nosuch is not a metric of the built-in rewards: use acc or score"],
     ),
     "no checkpoint to go on from": (
         lambda bad: ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={bad.folder}/none"],

@@ -51,6 +51,21 @@ def test_optional_columns(tokenizer: ChatTokenizer, make_row: Make, write: Write
     assert row_of(named, 0).data_source == "openai/gsm8k"
 
 
+def test_every_truth_is_checked(tokenizer: ChatTokenizer, make_row: Make, settings: Settings, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    truths = ["5", 5, True]
+    path.write_text("\n".join(json.dumps(make_row(reward_model={"ground_truth": truth})) for truth in truths))
+
+    def check(source: str, truth: object) -> str:
+        return f"no bool for {source}" if isinstance(truth, bool) else ""
+
+    with pytest.raises(DataError) as caught:
+        PromptDataset.load(str(path), settings(), tokenizer, check_truth=check)
+    said = "row 2 column reward_model.ground_truth is bool True: no bool for psrl/arithmetic"
+    assert str(caught.value) == f"{path} {said}"
+    assert len(PromptDataset.load(str(path), settings(), tokenizer)) == 3
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "array", "lines"])
 def test_json_files_say_the_same(
     tokenizer: ChatTokenizer, make_row: Make, write: Write, settings: Settings, tmp_path: Path, kind: str

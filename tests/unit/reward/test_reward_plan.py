@@ -85,3 +85,12 @@ def test_data_sources_need_a_rule_unless_a_function_judges() -> None:
         RewardPlan.of(Reward(), data()).check_data_sources({"openai/gsm8k", "my/data"})
     custom = Reward(custom_reward_function=RewardFn(path="a.py", name="one"))
     RewardPlan.of(custom, data()).check_data_sources({"my/data"})
+
+
+def test_metrics_are_known_unless_a_function_may_report_more() -> None:
+    assert RewardPlan.of(Reward(), data()).known_metrics() == {"acc"}
+    logged = Source(None, Overlong(10, 2, 1.0, log=True), 1.0)
+    plain = Source(None, None, 0.5)
+    assert RewardPlan((logged, plain)).known_metrics() == {"acc", "overlong_reward", "overlong", "1_acc"}
+    custom = Source(Function("a.py", "one"), None, 1.0)
+    assert RewardPlan((plain, custom)).known_metrics() is None

@@ -72,7 +72,7 @@ def test_unknown_source_and_odd_truth_are_errors() -> None:
     with pytest.raises(ConfigError, match="data source 'lab/unknown'"):
         rules.score("lab/unknown", "x", "x", {})
     assert rules.score("openai/gsm8k", "#### 5", 5, {}) == 1.0
-    with pytest.raises(TypeError, match="must be text, is float"):
+    with pytest.raises(TypeError, match="takes text or a whole number, not float"):
         rules.score("openai/gsm8k", "#### 5", 5.0, {})
 
 
