@@ -223,7 +223,7 @@ CHECKS: dict[str, Check] = {
     "conservation": Check(_conservation, "attempt that ended in good order", lambda run: bool(run.ends)),
     "synchronous": Check(
         _synchronous,
-        "trajectory trained at staleness 0",
+        "trajectory trained under psrl.staleness=0",
         lambda run: any(start.staleness == 0 for _, start, _ in _trained(run)),
     ),
     "validation": Check(_validation, "validated trajectory", _has_validated),

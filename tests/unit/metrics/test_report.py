@@ -280,7 +280,7 @@ def test_skipped_updates_are_told(make_run: Callable, tmp_path: Path):
 
 
 def test_checks_that_do_not_apply_are_not_called_passed(make_run: Callable, tmp_path: Path):
-    assert "not checked: synchronous (there is no trajectory trained at staleness 0)" in (
+    assert "not checked: synchronous (there is no trajectory trained under psrl.staleness=0)" in (
         report(make_run(3).write(tmp_path), with_curves=False).text()
     )
     assert report(make_run(0).write(tmp_path), with_curves=False).checked.passed == tuple(CHECKS)
