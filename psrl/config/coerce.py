@@ -50,7 +50,9 @@ def coerce(value: Any, annotation: Any, raw: str | None = None) -> Any:
     if origin is typing.Annotated:
         try:
             return msgspec.convert(coerce(value, args[0], raw), annotation)
-        except (Mismatch, msgspec.ValidationError):
+        except Mismatch as mismatch:  # more than the type alone, if it says more
+            raise Mismatch(describe(annotation) if str(mismatch) == describe(args[0]) else str(mismatch)) from None
+        except msgspec.ValidationError:
             raise Mismatch(describe(annotation)) from None
     if origin is list:
         return [coerce(item, args[0]) for item in as_list(value, annotation)]
@@ -119,7 +121,14 @@ def _bool(value: Any, _raw: str | None) -> bool:
     raise Mismatch("true or false")
 
 
-def _int(value: Any, _raw: str | None) -> int:
+def _int(value: Any, raw: str | None) -> int:
+    number = _whole(value, raw)
+    if abs(number) >= 2**63:
+        raise Mismatch("an integer below 2^63")
+    return number
+
+
+def _whole(value: Any, _raw: str | None) -> int:
     if isinstance(value, str):
         if _INT.fullmatch(value):
             return int(value)

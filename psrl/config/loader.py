@@ -8,6 +8,8 @@ when everything is resolved. A value that is wrong is replaced by its default fo
 is wrong is found too; rules that touch it are left out.
 """
 
+import os
+import re
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path as FilePath
@@ -15,7 +17,7 @@ from typing import Any
 
 import msgspec
 from hydra.core.override_parser.types import OverrideType
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -28,6 +30,13 @@ from psrl.config.rules import contradictions
 from psrl.config.schema import Config
 from psrl.config.yamlfile import Document, read_yaml
 from psrl.errors import ConfigError
+
+_KEY = re.compile(r"[~+]{0,2}[A-Za-z_][\w-]*(\.[\w-]+)*", re.ASCII)
+_FOLDERS = (
+    ("trainer", "default_local_dir"),
+    ("trainer", "resume_from_path"),
+    ("train_actor_rollout_ref", "model", "path"),
+)
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -137,8 +146,14 @@ class _Loading:
         where = f"override {text}"
         try:
             parsed = parse_override(text)
+        except OverrideParseException:
+            self.problems.append(f"override {text}: {_grammar_problem(text)}")
+            return
         except HydraException as error:
             self.problems.append(f"override {text}: {_first_lines(error)}")
+            return
+        if not parsed.key_or_group:
+            self.problems.append(f"override {text}: {_grammar_problem(text)}")
             return
         path, value = self._parts(parsed.key_or_group), parsed.value()
         raw = text.partition("=")[2].strip() if isinstance(value, bool | int | float) else None
@@ -211,6 +226,7 @@ class _Loading:
             self._tree["actor_rollout_ref"] = "${train_actor_rollout_ref}"  # for interpolations to the old root
         resolved = self._resolve(self._tree, ())
         resolved.pop("actor_rollout_ref", None)
+        _expand_homes(resolved)
         builder = Builder(self.origins, resolved)
         config = builder.build()
         self.problems += builder.problems
@@ -243,6 +259,27 @@ class _Loading:
             reason = "it refers to itself" if isinstance(error, RecursionError) else _first_lines(error, 1)
             self.problems.append(f"{dotted(path)}: cannot be resolved: {reason} ({self.origins.where(path)})")
             return Unresolved()
+
+
+def _grammar_problem(text: str) -> str:
+    """What to change in an override that Hydra's grammar does not take; its parser speaks of its own tokens."""
+    key, equals, value = text.partition("=")
+    if not equals and not key.startswith("~"):
+        return "an override is KEY=VALUE"
+    if not _KEY.fullmatch(key):
+        return "that is no key: keys are words of letters, digits, _ and -, joined by dots"
+    quoted = f": {key}=\"'{value}'\"" if value.isprintable() and not set(value) & set("'\"\\$`!") else ""
+    return f"the value cannot be read; a text with other than plain characters needs quotes that reach PSRL{quoted}"
+
+
+def _expand_homes(tree: dict[str, Any]) -> None:
+    """`~` in the folders that a run reads and writes; names of files are expanded where they are read."""
+    for *sections, name in _FOLDERS:
+        node: Any = tree
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        if isinstance(node, dict) and isinstance(folder := node.get(name), str) and folder.startswith("~"):
+            node[name] = os.path.expanduser(folder)
 
 
 def _holds_keys(path: Path, value: Any) -> bool:

@@ -254,7 +254,7 @@ class Psrl(_Section, frozen=True, kw_only=True):
     sync: Sync = Sync()
     deployment: Deployment = Deployment()
     allow_truncated_sampling: bool = False
-    progress_timeout_s: Positive = (
+    progress_timeout_s: Annotated[float, Meta(ge=1)] = (
         900.0  # watchdog: no token, no end of a group and no step for so long ends the run; over the longest step
     )
 

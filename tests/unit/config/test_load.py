@@ -367,3 +367,30 @@ def test_whatever_is_typed_gives_a_config_or_named_problems(typed: list[tuple[st
     else:
         assert msgspec.convert(msgspec.to_builtins(loaded.config), Config) == loaded.config
         assert to_yaml(loaded.config, loaded.origins)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("psrl.=3", "that is no key"),
+        ("=", "that is no key"),
+        ("３", "an override is KEY=VALUE"),
+        ("psrl.staleness==2", "the value cannot be read"),
+        ("trainer.default_local_dir=~/x", "trainer.default_local_dir=\"'~/x'\""),
+        ("psrl.staleness=1e99", "expected an integer below 2^63"),
+        ("psrl.progress_timeout_s=0.5", "expected a number ≥ 1"),
+    ],
+)
+def test_mistakes_are_said_in_words_of_the_user(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("quickstart", [override])
+    (problem,) = refused.value.problems
+    assert words in problem
+    assert "Lexer" not in problem
+
+
+def test_a_home_is_found_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load("quickstart", ["trainer.default_local_dir='~/run'", "train_actor_rollout_ref.model.path='~'"]).config
+    assert config.trainer.default_local_dir == f"{tmp_path}/run"
+    assert config.train_actor_rollout_ref.model.path == str(tmp_path)
