@@ -45,7 +45,7 @@ def _launch(arguments: list[str]) -> int:
             raise ConfigError("--json is a form of --check: give the two, without --cfg")
         return _run_config(options)
     except ConfigError as error:
-        _complain(error.problems)
+        _complain(error.problems, getattr(error, "__notes__", ()))
         return BAD_CONFIG
     except (KeyboardInterrupt, Interrupted) as error:
         said = f"psrl-launch: {error or 'interrupted'}"
@@ -119,6 +119,12 @@ def _plan(loaded: Loaded) -> "Plan":
 
     try:
         return make_plan(loaded.config)
+    except ConfigError as error:
+        if loaded.source == "quickstart" and not Path(loaded.config.train_actor_rollout_ref.model.path).exists():
+            error.add_note(
+                f"Paths start from {Path.cwd()}; in a clone, ./scripts/quickstart makes what this config reads."
+            )
+        raise
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from error
 
@@ -136,11 +142,12 @@ def _check(options: argparse.Namespace) -> int:
     from psrl.config.aliases import ALIASES
 
     loaded, problems = None, []
+    advice: list[str] = []
     try:
         loaded = load(options.config, options.overrides)
         _plan(loaded)
     except ConfigError as error:
-        problems = list(error.problems)
+        problems, advice = list(error.problems), getattr(error, "__notes__", [])
     notes = loaded.notes if loaded else ()
     if options.json:
         report = {
@@ -158,17 +165,19 @@ def _check(options: argparse.Namespace) -> int:
         for note in notes:
             print(f"used here: {note.key}: {note.text} ({note.where})")
         if problems:
-            _complain(problems)
+            _complain(problems, advice)
         else:
             print(f"{options.config}: all is well")
     return BAD_CONFIG if problems else OK
 
 
-def _complain(problems: Sequence[str]) -> None:
+def _complain(problems: Sequence[str], advice: Sequence[str]) -> None:
     head = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     print(f"psrl-launch: {head}; nothing was started", file=sys.stderr)
     for problem in problems:
         print(f"  - {problem}", file=sys.stderr)
+    for line in advice:
+        print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,11 @@ def print_line(line: str) -> None:
     sys.stderr.flush()
 
 
+def last_state(line: str) -> str:
+    """Of a bar that redraws itself in one line, what it showed last."""
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
 class ConsoleView:
     """Chooses what of all processes' lines the console shows, prefixed with `[name]`.
 
@@ -48,7 +53,7 @@ class ConsoleView:
         self._showing: dict[str, bool] = {}
 
     def line(self, name: str, text: str) -> None:
-        text = text.rstrip("\r").rpartition("\r")[2]  # of a bar that redraws itself, the last state
+        text = last_state(text)
         if self.wants(name, text):
             self.emit(f"[{name}] {text}")
 
@@ -171,7 +176,7 @@ class LogPump:
         self._file.write(lines)
         for line in lines:
             text = line.decode("utf-8", "backslashreplace")
-            self._tail.append(text[:2000])
+            self._tail.append(last_state(text)[:2000])
             self._view.line(self.name, text)
 
     def _end_of_pipe(self) -> None:

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from psrl.actor.unix import MAX_PATH_BYTES
 from psrl.config.schema import Config
 from psrl.launch.ports import port_problem
 from psrl.launch.run_lock import holder_problem
@@ -23,6 +24,7 @@ def machine_problems(config: Config, *, shared_bytes: int | None = None, disk_by
     `disk_bytes`: what the run directory must take (checkpoints, logs).
     """
     problems = [*port_problems(config), *cpu_problems(config), *descriptor_problems(config)]
+    problems += temp_dir_problems()
     folder = run_dir_problems(config)
     problems += folder or disk_problems(config, disk_bytes)
     if shared_bytes is not None:
@@ -60,6 +62,15 @@ def run_dir_problems(config: Config) -> list[str]:
         return [f"{_DIR_KEY}={folder}: {above} cannot be written: {error.strerror}"]
     held = holder_problem(folder)
     return [held] if held else []
+
+
+def temp_dir_problems() -> list[str]:
+    """Sockets lie in a private folder there, and the kernel limits their paths."""
+    folder, room = tempfile.gettempdir(), MAX_PATH_BYTES - len("/psrl-12345678/replica-999-4194304.sock")
+    size = len(os.fsencode(folder))
+    if size > room:
+        return [f"TMPDIR={folder} has {size} bytes, sockets in it allow {room}; set TMPDIR to a folder like /tmp"]
+    return []
 
 
 def disk_problems(config: Config, needed_bytes: int) -> list[str]:

@@ -22,19 +22,21 @@ from psrl.actor import run as run_loop
 from psrl.clock import now
 from psrl.config.dump import to_yaml
 from psrl.config.loader import Loaded
+from psrl.config.schema import Config
 from psrl.control import PSManager
 from psrl.control.messages import GetStatus
-from psrl.errors import ActorDied, ActorError, RunFailed
+from psrl.errors import ActorDied, ActorError, ConfigError, PsrlError, RunFailed
 from psrl.launch.console import let_fail
-from psrl.launch.interrupt import until_interrupted
+from psrl.launch.interrupt import Interrupted, until_interrupted
 from psrl.launch.local import Exit, LocalLauncher, ProcessSpec
 from psrl.launch.logs import ConsoleView
 from psrl.launch.messages import ProcessLost
 from psrl.launch.plan import Plan, is_finished, make_spec
 from psrl.launch.progress import Progress
 from psrl.launch.run_lock import RunLock
-from psrl.launch.spec import HEAD, WEIGHTS_SEGMENT, RunSpec
+from psrl.launch.spec import CHECKPOINTS, HEAD, WEIGHTS_SEGMENT, RunSpec
 from psrl.launch.supervise import RestartPolicy
+from psrl.train.checkpoint_dir import CheckpointDir
 from psrl.transfer.capacity import QueuePlan
 from psrl.transfer.segments import NodeSegments
 from psrl.weights.manifest import Manifest
@@ -150,6 +152,7 @@ class Cluster:
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers' too; in a log they hide what is next to them
             "PYTHONUNBUFFERED": "1",
             "PYTHONUTF8": "1",
             # torch makes this folder when it is imported; without a word from us in the user's TMPDIR, and for good.
@@ -199,7 +202,20 @@ def run(loaded: Loaded, plan: Plan) -> int:
     """Run to the end; the exit status. Raises RunFailed by name, Interrupted after Ctrl-C."""
     let_fail()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    return run_loop(_run(loaded, plan))
+    try:
+        return run_loop(_run(loaded, plan))
+    except (PsrlError, Interrupted) as error:
+        if not isinstance(error, ConfigError) and (step := step_to_go_on_from(loaded.config)) is not None:
+            error.add_note(f"to go on from step {step}, give the same command again")
+        raise
+
+
+def step_to_go_on_from(config: Config) -> int | None:
+    """Where the same command would start again, as far as a look at the checkpoints tells; None: not from one."""
+    if config.trainer.resume_mode != "auto":
+        return None
+    complete = CheckpointDir(Path(config.trainer.default_local_dir) / CHECKPOINTS).complete()
+    return complete[0].step if complete else None
 
 
 async def _run(loaded: Loaded, plan: Plan) -> int:
@@ -261,8 +277,10 @@ async def _watch(cluster: Cluster) -> None:
 
     Before that every process writes its stacks to its log.
     """
+    from psrl.launch.roles.head import START_TIMEOUT_S
+
     limit_s = cluster.spec.config.psrl.progress_timeout_s
-    manager = await cluster.manager(timeout_s=limit_s)
+    manager = await cluster.manager(timeout_s=START_TIMEOUT_S)
     while True:
         await asyncio.sleep(WATCH_INTERVAL_S)
         try:

@@ -87,7 +87,10 @@ def plan_queue(load: QueueLoad, *, arena_bytes: int | None = None, extent_bytes:
     if extent <= 0 or extent % PAGE_BYTES:
         raise ConfigError(f"transfer_queue.extent_bytes = {extent} must be a positive multiple of {PAGE_BYTES}")
     if load.num_writers > MAX_CLIENTS:
-        raise ConfigError(f"{load.num_writers} processes write to the queue, which has places for {MAX_CLIENTS}")
+        raise ConfigError(
+            f"{load.num_writers} processes write to the queue, which has places for {MAX_CLIENTS}; lower "
+            "gen_actor_rollout_ref.rollout.agent.num_workers or psrl.deployment.train_ngpus_per_node"
+        )
     num_extents = num_extents_needed(load, extent)
     needed = num_extents * (extent + TABLE_BYTES_PER_EXTENT) + TABLE_BYTES
     if arena_bytes is None:

@@ -82,6 +82,12 @@ def test_check_says_what_becomes_of_foreign_keys(capsys: pytest.CaptureFixture[s
     assert "use_kl_loss=true is refused: the KL loss is not built yet" in shown.err
 
 
+def test_from_elsewhere_it_says_what_makes_the_files(tmp_path: Path) -> None:
+    done = launch("--check", "quickstart", cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"Paths start from {tmp_path}; in a clone, ./scripts/quickstart makes" in done.stderr
+
+
 def test_scripts_get_the_flags_and_their_own_arguments(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text('set -u\necho "flags: $PSRL_LAUNCH_ARGS | args: $*"\nexit 7\n')

@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.launch.logs import ConsoleView, LineCutter, LogFile
+from psrl.launch.logs import ConsoleView, LineCutter, LogFile, last_state
 from psrl.launch.supervise import RestartPolicy, Restarts, reason
 
 
@@ -71,3 +71,8 @@ def test_reasons_are_words() -> None:
     assert [reason(code) for code in (0, 2, -9, -60)] == [
         "ended normally", "exit status 2", "killed by signal 9 (SIGKILL)", "killed by signal 60"
     ]  # fmt: skip
+
+
+def test_of_a_bar_the_last_state_counts() -> None:
+    assert last_state("0%|   |\r50%|=  |\r100%|==|\r") == "100%|==|"
+    assert last_state("a line") == "a line"

@@ -5,6 +5,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from psrl.launch.preflight import (
     memory_problems,
     port_problems,
     run_dir_problems,
+    temp_dir_problems,
 )
 from psrl.launch.run_lock import RunLock
 
@@ -34,6 +36,14 @@ def test_a_good_machine_has_no_problems(tmp_path: Path) -> None:
     ok = config(f"trainer.default_local_dir={tmp_path}/a/b/c")
     assert machine_problems(ok, shared_bytes=1 << 20) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_for_sockets_with_too_long_a_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 120)))
+    (problem,) = temp_dir_problems()
+    assert problem.startswith(f"TMPDIR={tmp_path}/xxx")
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    assert temp_dir_problems() == []
 
 
 def test_free_ports_are_different_and_free() -> None:
