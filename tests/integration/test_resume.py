@@ -134,6 +134,7 @@ def test_a_killed_run_goes_on_whatever_happens_to_its_directory(
     torn.write_bytes(torn.read_bytes()[:-100])
     live = start_run("run", *settings)
     assert live.end() == 0, live.output()
+    assert f"checkpoint global_step_{newest} is passed over: {torn} should have" in live.output()
     assert f"going on from {run_dir}/checkpoints/global_step_{older}, version {older}" in live.output()
     check_continued(live, state, num_old)
     for checkpoint in CheckpointDir(run_dir / "checkpoints").complete()[:3]:
