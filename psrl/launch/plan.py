@@ -16,6 +16,7 @@ from psrl.control import ControlState, TrajectoryLog, total_steps
 from psrl.data import ChatTokenizer, Order, Position, PromptDataset, Sampler
 from psrl.data.dataset import CheckTruth
 from psrl.errors import CheckpointError, ConfigError, DataError, PsrlError
+from psrl.launch.architecture import architecture_problems, ask_transformers, doubts
 from psrl.launch.model_files import cache_values, manifest_of, max_positions, read_config
 from psrl.launch.ports import free_ports
 from psrl.launch.preflight import machine_problems
@@ -55,6 +56,8 @@ def make_plan(config: Config) -> Plan:
     manifest = _try(
         problems, lambda: manifest_of(Path(config.train_actor_rollout_ref.model.path), dtype(config, device))
     )
+    if manifest is not None:
+        problems += _model_problems(config, manifest)
     problems += _length_problems(config)
     problems += _offload_problems(config, device)
     tokenizer = _try(problems, lambda: _tokenizer(config))
@@ -224,6 +227,17 @@ def _checked_rewards(config: Config) -> RewardPlan:
     rewards = RewardPlan.of(config.reward, config.data)
     verify(rewards)
     return rewards
+
+
+def _model_problems(config: Config, manifest: Manifest) -> list[str]:
+    """What the model's config, overrides included, says otherwise than its weights, or transformers does not know."""
+    model = config.train_actor_rollout_ref.model
+    path = Path(model.path)
+    said, shapes = read_config(path), {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
+    problems = architecture_problems(path, said, model.override_config, shapes)
+    if not problems and doubts(said, model.override_config):
+        problems = ask_transformers(path, model.override_config)
+    return problems
 
 
 def _length_problems(config: Config) -> list[str]:

@@ -6,17 +6,17 @@ Parameter names are those of Hugging Face, with tied weights once.
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from psrl.errors import ConfigError
 from psrl.train import attention
+from psrl.train.hf_config import load_config, named_errors
 from psrl.train.logprobs import Entropy, token_log_probs
 from psrl.train.packed import PackedBatch, pack
 
@@ -53,19 +53,14 @@ class PackedLM(nn.Module):
 def load(path: str | Path, *, override_config: dict[str, Any] | None = None, checkpointing: bool = False) -> PackedLM:
     """The model of a Hugging Face directory, float32, on the CPU, in training mode without dropout.
 
-    Raises ConfigError for a directory that is none, an unknown config key, or an architecture whose packed log-probs
-    differ from its own logits.
+    Raises ConfigError for a directory that is none, an unknown config key, weights that are not finite, or an
+    architecture whose packed log-probs differ from its own logits.
     """
     attention.register()
     path = Path(path)
     if not (path / "config.json").is_file():
         raise ConfigError(f"train_actor_rollout_ref.model.path={path} is not a Hugging Face directory: no config.json")
-    with named_errors(path):
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    for key, value in (override_config or {}).items():
-        if not hasattr(config, key):
-            raise ConfigError(f"train_actor_rollout_ref.model.override_config.{key}: {path} has no such key")
-        setattr(config, key, value)
+    config = load_config(path, override_config or {})
     with named_errors(path):
         lm = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=torch.float32, attn_implementation=attention.NAME, local_files_only=True
@@ -73,6 +68,7 @@ def load(path: str | Path, *, override_config: dict[str, Any] | None = None, che
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    _refuse_nonfinite(lm, path)
     _warn_if_untied(path, config)
     model = PackedLM(lm)
     model.train()
@@ -84,14 +80,13 @@ def load(path: str | Path, *, override_config: dict[str, Any] | None = None, che
     return model
 
 
-@contextmanager
-def named_errors(path: Path) -> Iterator[None]:
-    """What transformers says of a model that it cannot load, as a ConfigError that names the model."""
-    try:
-        yield
-    except Exception as error:  # safetensors and huggingface_hub raise classes of their own
-        said = str(error).strip() or type(error).__name__
-        raise ConfigError(f"train_actor_rollout_ref.model.path={path}: transformers cannot load it: {said}") from error
+def _refuse_nonfinite(lm: Any, path: Path) -> None:
+    broken = [name for name, weight in lm.named_parameters() if not torch.isfinite(weight).all()]
+    if broken:
+        raise ConfigError(
+            f"train_actor_rollout_ref.model.path={path}: the weights hold NaN or infinity, in {len(broken)} tensors, "
+            f"the first: {broken[0]}"
+        )
 
 
 def _warn_if_untied(path: Path, config: Any) -> None:

@@ -18,6 +18,7 @@ import pytest
 from psrl.launch.cli import main
 
 MODEL = "train_actor_rollout_ref.model.path"
+OVERRIDE = "train_actor_rollout_ref.model.override_config"
 REWARD = "+reward.custom_reward_function"
 
 
@@ -56,6 +57,12 @@ class Bad:
         for name, content in changed.items():
             (path / f"{name}.safetensors").write_bytes(content)
         return f"{MODEL}={path}"
+
+    def config(self, **changed: Any) -> str:
+        override = self.model()
+        path = self.folder / "model" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+        return override
 
     @property
     def weights(self) -> bytes:
@@ -155,6 +162,26 @@ CASES: dict[str, Case] = {
     "weights that were not fetched": (
         lambda bad: [bad.model(model=b"version https://git-lfs.github.com/spec/v1\nsize 1\n")],
         ["not a whole safetensors file: it is the pointer of a Git LFS file", "git lfs pull"],
+    ),
+    "a config that is not of the weights": (
+        lambda bad: [bad.config(vocab_size=99, num_hidden_layers=3)],
+        ["config.json has vocab_size=99, but the weights have ", "config.json has num_hidden_layers=3, but"],
+    ),
+    "overrides that do not fit the weights": (
+        lambda bad: [f"+{OVERRIDE}.intermediate_size=5", f"+{OVERRIDE}.num_attention_heads=4"],
+        [f"{OVERRIDE}.intermediate_size=5, but the weights have 192", "num_key_value_heads=2, but the weights have 4"],
+    ),
+    "no heads": (
+        lambda bad: [f"+{OVERRIDE}.num_attention_heads=0"],
+        [f"{OVERRIDE}.num_attention_heads=0: must be a whole number from 1 on"],
+    ),
+    "a model that is no language model": (
+        lambda bad: [bad.config(architectures=["BertForMaskedLM"])],
+        ["config.json has architectures=['BertForMaskedLM']: it is no causal language model"],
+    ),
+    "another type of model": (
+        lambda bad: [bad.config(model_type="bert")],
+        ["architectures=['Qwen2ForCausalLM'], but model_type=bert means BertLMHeadModel"],
     ),
     "an arena larger than memory": (
         lambda bad: [f"transfer_queue.arena_bytes={1 << 50}"],

@@ -1,11 +1,16 @@
 """The packed forward pass equals one sequence at a time through Hugging Face; chunking changes nothing."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from psrl.errors import ConfigError
+from psrl.train.hf_config import load_config
 from psrl.train.logprobs import token_log_probs
 from psrl.train.model import load
 from psrl.train.packed import Layout, pack
@@ -112,3 +117,28 @@ def test_bad_directories_are_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"override_config\.no_such_key"):
         load(tmp_path, override_config={"no_such_key": 1})
     assert load(tmp_path, override_config={"max_position_embeddings": 999}).lm.config.max_position_embeddings == 999
+
+
+@pytest.mark.parametrize(
+    ("changed", "override", "said"),
+    [
+        ({"model_type": "foobar"}, {}, "model_type=foobar is unknown to the transformers that is installed"),
+        ({"model_type": "bert"}, {}, r"has architectures=\['Qwen2ForCausalLM'\], but model_type=bert means Bert"),
+        ({"model_type": "vit", "architectures": None}, {}, "model_type=vit has no causal language model"),
+        ({}, {"foo": 13}, r"override_config\.foo: .* has no such key"),
+    ],
+)
+def test_configs_of_something_else_are_refused(tiny_model, tmp_path, changed, override, said) -> None:
+    config = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ConfigError, match=said):
+        load_config(tmp_path, override)
+
+
+def test_weights_that_are_not_finite_are_said_to_be_so(tiny_model, tmp_path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"hold NaN or infinity, in 1 tensors, the first: model\.norm\.weight"):
+        load(tmp_path / "model")
