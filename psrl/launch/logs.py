@@ -32,6 +32,13 @@ def print_line(line: str) -> None:
     sys.stderr.flush()
 
 
+class LineHandler(logging.Handler):
+    """The launcher's own log on whatever stderr is by then: a progress bar puts itself there while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_line(self.format(record))
+
+
 def last_state(line: str) -> str:
     """Of a bar that redraws itself in one line, what it showed last."""
     return line.rstrip("\r").rpartition("\r")[2]

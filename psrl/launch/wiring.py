@@ -29,7 +29,7 @@ from psrl.errors import ActorDied, ActorError, ConfigError, PsrlError, RunFailed
 from psrl.launch.console import let_fail
 from psrl.launch.interrupt import Interrupted, until_interrupted
 from psrl.launch.local import Exit, LocalLauncher, ProcessSpec
-from psrl.launch.logs import ConsoleView
+from psrl.launch.logs import ConsoleView, LineHandler
 from psrl.launch.messages import ProcessLost
 from psrl.launch.plan import Plan, is_finished, make_spec
 from psrl.launch.progress import Progress
@@ -201,7 +201,9 @@ class Cluster:
 def run(loaded: Loaded, plan: Plan) -> int:
     """Run to the end; the exit status. Raises RunFailed by name, Interrupted after Ctrl-C."""
     let_fail()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[LineHandler()]
+    )
     try:
         return run_loop(_run(loaded, plan))
     except (PsrlError, Interrupted) as error:

@@ -1,11 +1,15 @@
 """Lines: cut whole, filtered for the console, kept in files of bounded size."""
 
+import logging
+import sys
+from io import StringIO
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.launch.logs import ConsoleView, LineCutter, LogFile, last_state
+from psrl.launch.logs import ConsoleView, LineCutter, LineHandler, LogFile, last_state
 from psrl.launch.supervise import RestartPolicy, Restarts, reason
 
 
@@ -76,3 +80,10 @@ def test_reasons_are_words() -> None:
 def test_of_a_bar_the_last_state_counts() -> None:
     assert last_state("0%|   |\r50%|=  |\r100%|==|\r") == "100%|==|"
     assert last_state("a line") == "a line"
+
+
+def test_the_launchers_log_goes_above_a_bar_that_took_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = LineHandler()
+    monkeypatch.setattr(sys, "stderr", taken := StringIO())
+    handler.handle(logging.LogRecord("x", logging.WARNING, "", 0, "%s again", ("once",), None))
+    assert taken.getvalue() == "once again\n"
