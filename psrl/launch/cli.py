@@ -21,6 +21,7 @@ from psrl.launch.interrupt import Interrupted
 if TYPE_CHECKING:  # a run needs more than a look at a config
     from psrl.launch.plan import Plan
 
+_MADE_BY_QUICKSTART = "outputs/quickstart/"
 _VALUE_FLAGS = ("--hostfile", "--ray")
 _UNBUILT = {"hostfile": "--hostfile", "ray": "--ray", "slurm": "--slurm"}
 
@@ -120,7 +121,8 @@ def _plan(loaded: Loaded) -> "Plan":
     try:
         return make_plan(loaded.config)
     except ConfigError as error:
-        if loaded.source == "quickstart" and not Path(loaded.config.train_actor_rollout_ref.model.path).exists():
+        model = loaded.config.train_actor_rollout_ref.model.path
+        if model.startswith(_MADE_BY_QUICKSTART) and not Path(model).exists():
             error.add_note(
                 f"Paths start from {Path.cwd()}; in a clone, ./scripts/quickstart makes what this config reads."
             )
