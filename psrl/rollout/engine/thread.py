@@ -76,7 +76,11 @@ class EngineThread:
         self._send(lambda: self._engine.submit(request))
 
     def abort(self, request_ids: Sequence[str], reason: str = "") -> None:
-        self._send(lambda: self._engine.abort(request_ids, reason))
+        """Unknown ids are ignored, and so is everything once the engine is closed: then nothing runs any more."""
+        with self._changed:
+            if not self._closing:
+                self._commands.append(lambda: self._engine.abort(request_ids, reason))
+                self._changed.notify()
 
     def pause(self) -> "Future[EngineLoad]":
         """Done when no step is running and none will, until `resume`. Running requests stay; aborts are still

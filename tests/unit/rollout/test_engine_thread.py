@@ -180,4 +180,5 @@ def test_closing_ends_every_request(start: Any, request_of: Any) -> None:
     assert len(sink.wait_ended(20)) == 20
     with pytest.raises(EngineError, match="closed"):
         thread.submit(request_of("late", [1], max_new_tokens=1))
+    thread.abort(["0", "late"])  # a stream that ends after the engine says so too, and nothing runs any more
     assert isinstance(thread.load, EngineLoad)
