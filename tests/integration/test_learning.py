@@ -13,9 +13,14 @@ from psrl.metrics.report import Report, report
 COIN = """
 import random
 
+from psrl.reward import rules
+
 def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["split"] != "train":
+        return rules.score(data_source, solution_str, ground_truth, extra_info)
     return float(random.random() < 0.4)
 """
+"""Trains on a coin; validation is still judged by the rule, or nothing could be seen."""
 
 
 def run(*command: str, timeout_s: float) -> str:
@@ -104,4 +109,5 @@ def test_random_rewards_teach_nothing(data: Path, models: dict[int, Path], tmp_p
     (tmp_path / "coin.py").write_text(COIN)
     found = train(data, models[0], tmp_path / "run", f"+reward.custom_reward_function={{path: {tmp_path / 'coin.py'}}}")
     assert found.ok, found.text()
+    assert found.summary.num_steps == 40
     assert gain(found) < 0.1
