@@ -63,11 +63,21 @@ def serve(role: Callable[..., Any], *arguments: Any) -> None:
     if inspect.iscoroutinefunction(role):
         run_loop(_until_told(role(*arguments)))
         return
-    signal.signal(signal.SIGTERM, _exit_in_order)
+    ended = False
+
+    def exit_in_order(signum: int, frame: object) -> None:
+        if not ended:  # else the interpreter is ending as it is; an exception would tear through its tidying up
+            raise SystemExit(128 + signum)
+
+    signal.signal(signal.SIGTERM, exit_in_order)
     try:
         role(*arguments)
+        ended = True
     except SystemExit as told:
         _leave(int(str(told.code)))
+    except BaseException:
+        ended = True
+        raise
 
 
 async def _until_told(work: Coroutine[Any, Any, None]) -> None:
@@ -96,10 +106,6 @@ def _leave(status: int) -> NoReturn:
     """
     logging.shutdown()
     os._exit(status)
-
-
-def _exit_in_order(signum: int, frame: object) -> None:
-    raise SystemExit(128 + signum)
 
 
 if __name__ == "__main__":

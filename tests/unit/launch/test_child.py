@@ -51,3 +51,32 @@ def test_a_role_told_to_end_does_not_wait_for_threads(code: str, status: int) ->
             assert child.stdout.read() == "let go\n"
         finally:
             child.kill()
+
+
+LEAVING = """
+import atexit, time
+from psrl.launch.child import serve
+def tidy_up():
+    print("tidies up", flush=True)
+    time.sleep(0.5)
+    print("tidied up", flush=True)
+atexit.register(tidy_up)
+serve(lambda: None)
+"""
+
+
+def test_a_process_that_ends_by_itself_is_not_torn_out_of_it() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(psrl.__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, "-c", LEAVING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        try:
+            assert child.stdout.readline() == "tidies up\n"
+            child.terminate()
+            assert child.wait(DEADLINE_S) == 0
+            assert child.stdout.read() == "tidied up\n"
+            assert child.stderr.read() == ""
+        finally:
+            child.kill()
