@@ -45,12 +45,13 @@ def test_workers_are_replaced_and_their_work_goes_on(start_run: Callable[..., An
         LONG,
         "psrl.staleness=0",
         f"trainer.total_training_steps={NUM_STEPS}",
-        "gen_actor_rollout_ref.rollout.agent.num_workers=2",
         "psrl.deployment.max_restarts=10",
     )
     live.wait_generating(3, replica="replica-0")
     killed = [live.kill("replica-0")]
     live.wait_for(lambda: live.rollout().num_redispatched > 0, "requests dispatched again")
+    step = live.step()
+    live.wait_for(lambda: live.step() > step, "these to be trained, before their worker dies and they begin anew")
 
     live.wait_generating(6)
     killed.append(live.kill("agent-0"))
