@@ -62,8 +62,8 @@ def test_workers_are_replaced_and_their_work_goes_on(start_run: Callable[..., An
 
     live.wait_generating(6)
     killed.append(live.kill("reward-0"))
-    again = [live.pid(name) for name in ("replica-0", "agent-0", "reward-0")]
-    assert not set(again) & set(killed)
+    names = ("replica-0", "agent-0", "reward-0")
+    live.wait_for(lambda: not {live.pid(name) for name in names} & set(killed), "all three to be started again")
 
     check_whole(live, NUM_STEPS * 4)
     last = live.metrics()[-1]
