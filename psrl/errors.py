@@ -14,6 +14,7 @@
     |  |- UnknownKey        a key, field or partition is not there
     |  |- Revoked           the lease was taken back; start again on the newest version
     |  `- ChecksumMismatch  bytes are not what was committed
+    |- LinkError            bulk data to or from another node did not get there; says which peer and why
     |- CheckpointError      a checkpoint could not be written or read; the last good one stands
     |- StaleMessage         a message of an older epoch
     |- EngineError          an inference engine failed
@@ -85,6 +86,14 @@ class Revoked(StorageError):
 
 class ChecksumMismatch(StorageError):
     """The bytes read are not those that were committed."""
+
+
+class LinkError(PsrlError):
+    """Bulk data to or from another node did not get there. `status` says how it ended, the text why."""
+
+    def __init__(self, text: str, status: str = "refused") -> None:
+        self.status = status
+        super().__init__(text)
 
 
 class CheckpointError(PsrlError):
