@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/errors.h"
+#include "link/region.h"
 
 namespace psrl::link {
 namespace {
@@ -48,32 +49,31 @@ T get(std::string_view in, size_t at) {
 
 }  // namespace
 
-Region::Region(std::shared_ptr<Segment> segment)
-    : base_(const_cast<std::byte*>(segment->const_bytes().data())),
-      size_(segment->size()),
-      writable_(segment->access() == Access::kReadWrite),
-      memory_kind_(segment->memory_kind()),
-      numa_node_(numa_node_of(base_)),
-      owner_(std::move(segment)) {}
+Region::Region(const std::shared_ptr<Segment>& segment)
+    : bytes(segment->access() == Access::kReadWrite ? segment->bytes() : Bytes()),
+      const_bytes(segment->const_bytes()),
+      writable(segment->access() == Access::kReadWrite),
+      memory_kind(segment->memory_kind()),
+      numa_node(numa_node_of(const_bytes.data())),
+      owner(segment) {}
 
 Region::Region(Bytes memory, std::shared_ptr<const void> owner)
-    : base_(memory.data()),
-      size_(memory.size()),
-      writable_(true),
-      numa_node_(numa_node_of(base_)),
-      owner_(std::move(owner)) {}
-
-Region::~Region() = default;
+    : bytes(memory),
+      const_bytes(memory),
+      writable(true),
+      memory_kind(MemoryKind::kHost),
+      numa_node(numa_node_of(memory.data())),
+      owner(std::move(owner)) {}
 
 const std::byte* Region::read(uint64_t offset, uint64_t length) const {
-  check_range(offset, length, size_);
-  return base_ + offset;
+  check_range(offset, length, const_bytes.size());
+  return const_bytes.data() + offset;
 }
 
 std::byte* Region::write(uint64_t offset, uint64_t length) const {
-  if (!writable_) throw LinkError("the region is mapped read-only");
-  check_range(offset, length, size_);
-  return base_ + offset;
+  if (!writable) throw LinkError("the region is mapped read-only");
+  check_range(offset, length, bytes.size());
+  return bytes.data() + offset;
 }
 
 std::string Advert::encode() const {

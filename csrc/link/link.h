@@ -74,36 +74,9 @@ enum class Status : uint8_t {
 
 enum class WindowAccess : uint8_t { kPut = 1, kPull = 2 };
 
-// Memory that links may touch, registered once. Ends with the last reference; the endpoint keeps
-// one until remove_region or close, windows and operations keep theirs. Transports derive from it
-// what they need to keep.
-class Region {
- public:
-  // Read-only if the segment is mapped so.
-  explicit Region(std::shared_ptr<Segment> segment);
-  Region(Bytes memory, std::shared_ptr<const void> owner);
-  virtual ~Region();
-  Region(const Region&) = delete;
-  Region& operator=(const Region&) = delete;
-
-  ConstBytes const_bytes() const { return {base_, size_}; }
-  // A checked part of it, to be read or written. Both raise LinkError.
-  const std::byte* read(uint64_t offset, uint64_t length) const;
-  std::byte* write(uint64_t offset, uint64_t length) const;
-
-  uint64_t size() const { return size_; }
-  bool writable() const { return writable_; }
-  MemoryKind memory_kind() const { return memory_kind_; }
-  int32_t numa_node() const { return numa_node_; }  // of its first byte; -1: unknown
-
- private:
-  std::byte* base_;
-  uint64_t size_;
-  bool writable_;
-  MemoryKind memory_kind_ = MemoryKind::kHost;
-  int32_t numa_node_ = -1;
-  std::shared_ptr<const void> owner_;
-};
+// Memory that links may touch, registered once (link/region.h). Ends with the last reference; the
+// endpoint keeps one until remove_region or close, windows and operations keep theirs.
+class Region;
 using RegionPtr = std::shared_ptr<Region>;
 
 // A peer of this endpoint; numbers are not used again.
