@@ -7,6 +7,7 @@
 
 #include "base/errors.h"
 #include "link/region.h"
+#include "link/wire.h"
 
 namespace psrl::link {
 namespace {
@@ -30,22 +31,6 @@ void check_range(uint64_t offset, uint64_t length, uint64_t size) {
 // window, u64 generation, u64 length, u16 key length, key.
 constexpr uint16_t kAdvertVersion = 1;
 constexpr size_t kAdvertBytes = 34;
-
-template <typename T>
-void put(std::string& out, T value) {
-  for (size_t i = 0; i < sizeof(T); ++i) {
-    out.push_back(static_cast<char>(static_cast<uint64_t>(value) >> (8 * i) & 0xff));
-  }
-}
-
-template <typename T>
-T get(std::string_view in, size_t at) {
-  uint64_t value = 0;
-  for (size_t i = 0; i < sizeof(T); ++i) {
-    value |= static_cast<uint64_t>(static_cast<unsigned char>(in[at + i])) << (8 * i);
-  }
-  return static_cast<T>(value);
-}
 
 }  // namespace
 
