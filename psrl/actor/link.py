@@ -2,8 +2,8 @@
 
 One connection carries all calls to that runtime. It is opened by the first call and opened again by the next call
 after it broke. When it breaks, waiting calls fail at once with ActorDied; those of idempotent handlers are sent again
-with the same request id as long as somebody listens there and their deadline has not passed. Nobody listening is
-death, at once.
+with the same request id as long as somebody listens there and their deadline has not passed. Nobody listening, or a
+host that cannot be reached, is death, at once.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from psrl.actor.handler import Handler, Handlers, tag_of
-from psrl.actor.transport import Address, Connection, NobodyListens
+from psrl.actor.transport import Address, Connection, NobodyListens, Terms, Unreachable
 from psrl.actor.wire import (
     PROTOCOL,
     Bye,
@@ -92,10 +92,10 @@ class _Line:
 class Link:
     """Calls to the runtime at `address`. Lives as long as the runtime that made it."""
 
-    def __init__(self, runtime: str, address: Address, codec: Codec, max_frame_bytes: int) -> None:
+    def __init__(self, runtime: str, address: Address, codec: Codec, terms: Terms) -> None:
         self.address, self.codec = address, codec
-        self._limit = max_frame_bytes
-        self._hello = Hello(PROTOCOL, runtime, os.urandom(12), max_frame_bytes)
+        self._terms, self._limit = terms, terms.max_frame_bytes
+        self._hello = Hello(PROTOCOL, runtime, os.urandom(12), self._limit)
         self._ids = itertools.count(1)
         self._line: _Line | None = None
         self._peer_session: bytes | None = None
@@ -120,6 +120,8 @@ class Link:
                 answer = await self._ask(id, frame, handler.idempotent, where)
         except TimeoutError:
             raise CallTimeout(f"{where} did not answer within {timeout_s:g} s") from None
+        except PermissionError as error:
+            raise ActorDied(f"{where} cannot be called: {error}") from None
         if isinstance(answer, Failure):
             raise error_of(answer)
         try:
@@ -129,7 +131,8 @@ class Link:
         return reply
 
     async def find(self, actor: str, handlers: Handlers, timeout_s: float) -> None:
-        """Wait until the runtime listens and has the actor. Raises CallTimeout with the last reason."""
+        """Wait until the runtime listens and has the actor. Raises CallTimeout with the last reason, or
+        PermissionError."""
         reason = "nobody listens there"
         tags = tuple(handlers.by_tag)
         try:
@@ -220,7 +223,8 @@ class Link:
         return answer, line.lost or ""
 
     async def _open(self, where: str) -> _Line | None:
-        """The open line, dialled if need be. None: try again. Raises ActorDied when nobody listens."""
+        """The open line, dialled if need be. None: try again. Raises ActorDied when nobody is there, or
+        PermissionError."""
         if self._line is not None:
             return self._line
         if self._closed is not None:
@@ -231,8 +235,10 @@ class Link:
         dialling = self._dialling
         try:
             return await asyncio.shield(dialling)
-        except (NobodyListens, PermissionError) as error:
+        except (NobodyListens, Unreachable) as error:
             raise ActorDied(f"{where} is gone: {error.strerror or error}") from None
+        except PermissionError:
+            raise
         except asyncio.CancelledError:
             if dialling.cancelled() and self._closed is not None:
                 raise ActorDied(f"{where} cannot be called: {self._closed}") from None
@@ -242,7 +248,7 @@ class Link:
 
     async def _dial(self) -> _Line:
         line = _Line(self)
-        line.connection = await self.address.dial(line, self._limit)
+        line.connection = await self.address.dial(line, self._terms)
         try:
             line.connection.write(self.codec.frame(self._hello, self._limit))
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -279,7 +285,7 @@ class Link:
                 answer = await self._ask_find(Find(next(self._ids), actor, ()))
             if isinstance(answer, Failure):
                 self.actor_gone(actor, answer.text)
-        except (ActorDied, WireError, TimeoutError) as error:
+        except (ActorDied, WireError, TimeoutError, PermissionError) as error:
             self.actor_gone(actor, f"{actor} at {self.address} is gone: {reason or error}")
 
 

@@ -25,7 +25,8 @@ from psrl.actor.link import Link
 from psrl.actor.mailbox import DEFAULT_MAILBOX
 from psrl.actor.ref import A, Ref, unwrap
 from psrl.actor.supervisor import Supervisor
-from psrl.actor.transport import Address, Connection, Listener
+from psrl.actor.token import Token
+from psrl.actor.transport import DEFAULT_HOST_TIMEOUT_S, Address, Connection, Listener, Terms
 from psrl.actor.wire import DEFAULT_FRAME_BYTES, PROTOCOL, Codec, Hello
 from psrl.clock import now
 from psrl.errors import ActorDied, CallTimeout, ConfigError
@@ -44,22 +45,31 @@ class Failed(NamedTuple):
 
 
 class Runtime:
-    """Runs actors. `on_failure` is called with each actor that ends by an error, besides the log."""
+    """Runs actors. `on_failure` is called with each actor that ends by an error, besides the log.
+
+    `token` is the cluster's, for transports that leave the machine; a host that answers nothing for `host_timeout_s`
+    counts as gone. `address` is where peers reach this runtime, once it is entered.
+    """
 
     def __init__(
         self,
         name: str,
         listen: Address | None = None,
         *,
+        token: Token | None = None,
         max_frame_bytes: int = DEFAULT_FRAME_BYTES,
+        host_timeout_s: float = DEFAULT_HOST_TIMEOUT_S,
         on_failure: Callable[[Failed], None] | None = None,
     ) -> None:
         if not MIN_FRAME_BYTES <= max_frame_bytes < 2**32:
             raise ConfigError(f"max_frame_bytes must be from {MIN_FRAME_BYTES} to {2**32 - 1}, not {max_frame_bytes}")
+        if not 1 <= host_timeout_s < 3600:
+            raise ConfigError(f"host_timeout_s must be from 1 to 3600, not {host_timeout_s:g}")
         self.name, self.address = name, listen
         self.codec = Codec()
         self.hello = Hello(PROTOCOL, name, os.urandom(12), max_frame_bytes)
-        self._max_frame_bytes, self._on_failure = max_frame_bytes, on_failure
+        self._terms = Terms(max_frame_bytes, token, host_timeout_s)
+        self._on_failure = on_failure
         self._supervisors: dict[str, Supervisor] = {}
         self._listener: Listener | None = None
         self._inbound: set[Inbound] = set()
@@ -73,7 +83,8 @@ class Runtime:
             raise RuntimeError(f"runtime {self.name} was entered before")
         self._process = os.getpid()
         if self.address is not None:
-            self._listener = await self.address.listen(self._accept, self._max_frame_bytes)
+            self._listener = await self.address.listen(self._accept, self._terms)
+            self.address = self._listener.address
         self._state = "open"
         return self
 
@@ -99,7 +110,8 @@ class Runtime:
     async def connect(self, kind: type[A], name: str, address: Address, *, timeout_s: float = 10.0) -> A:
         """A ref to the actor `name` of the runtime at `address`, which may still be starting.
 
-        Raises CallTimeout when it is not there within `timeout_s`, WireError when it is not a `kind`.
+        Raises CallTimeout when it is not there within `timeout_s`, WireError when it is not a `kind`, PermissionError
+        when who listens there is not to be trusted, or does not trust us.
         """
         self._check_open()
         handlers = handlers_of(kind)
@@ -107,7 +119,7 @@ class Runtime:
             return self._local(kind, await self._own(name, timeout_s))
         link = self._links.get(address)
         if link is None:
-            link = self._links[address] = Link(self.name, address, self.codec, self._max_frame_bytes)
+            link = self._links[address] = Link(self.name, address, self.codec, self._terms)
         await link.find(name, handlers, timeout_s)
         return cast(A, Ref(handlers, _Remote(self, link, name), f"{name}: {kind.__qualname__} at {address}"))
 

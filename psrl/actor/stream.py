@@ -1,15 +1,23 @@
-"""Frames over any asyncio stream socket: the Connection that Unix sockets use, and TCP can."""
+"""Frames over any asyncio stream socket: the Connection and the Listener that Unix sockets and TCP use."""
 
 import asyncio
+import logging
+import socket
+import weakref
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import cast
 
-from psrl.actor.transport import Connection, Receiver
+from psrl.actor.transport import Address, Connection, Receiver
 from psrl.actor.wire import Frames
 from psrl.errors import WireError
 
+_log = logging.getLogger("psrl.actor")
+
 WRITE_BUFFER_BYTES = 1024 * 1024
 FLUSH_TIMEOUT_S = 5.0
+BACKLOG = 1024
+ACCEPT_PAUSE_S = 0.1
 
 
 class FrameStream(asyncio.Protocol):
@@ -120,3 +128,63 @@ class FrameStream(asyncio.Protocol):
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+class SocketListener:
+    """Owns a bound socket. Accepts by itself: asyncio's server drops what arrives while it closes."""
+
+    def __init__(self, bound: socket.socket, address: Address) -> None:
+        self.address = address
+        self._bound = bound
+        self._opening: set[asyncio.Task[None]] = set()
+        self._streams: weakref.WeakSet[FrameStream] = weakref.WeakSet()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(bound, self._on_readable)
+
+    @abstractmethod
+    def _stream(self, accepted: socket.socket) -> FrameStream:
+        """The stream of a new connection."""
+
+    def _has_room(self) -> bool:
+        """Whether to accept now. If not, `_pause` was called."""
+        return True
+
+    def stop_accepting(self) -> None:
+        if self._bound.fileno() >= 0:
+            self._loop.remove_reader(self._bound)
+            self._bound.close()
+
+    async def close(self) -> None:
+        self.stop_accepting()
+        if self._opening:
+            await asyncio.wait(self._opening)
+        await asyncio.gather(*(stream.closed() for stream in self._streams))
+
+    def _on_readable(self) -> None:
+        if not self._has_room():
+            return
+        try:
+            accepted, _ = self._bound.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # out of descriptors, most likely: let some go, then look again
+            _log.error("cannot accept on %s: %s", self.address, error)
+            self._pause(ACCEPT_PAUSE_S)
+            return
+        accepted.setblocking(False)
+        task = self._loop.create_task(self._open(accepted), name=f"accept {self.address}")
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    def _pause(self, seconds: float) -> None:
+        self._loop.remove_reader(self._bound)
+        self._loop.call_later(seconds, self._resume)
+
+    def _resume(self) -> None:
+        if self._bound.fileno() >= 0:
+            self._loop.add_reader(self._bound, self._on_readable)
+
+    async def _open(self, accepted: socket.socket) -> None:
+        stream = self._stream(accepted)
+        await self._loop.connect_accepted_socket(lambda: stream, accepted)
+        self._streams.add(stream)

@@ -162,13 +162,16 @@ async def test_an_error_in_an_owned_task_ends_the_actor_by_name(reach) -> None:
 async def test_an_error_in_started_ends_the_actor_by_name(reach) -> None:
     class Broken(Counter):
         async def started(self) -> None:
-            await asyncio.sleep(0.02)
+            await self.release.wait()
             raise OSError("no room")
 
     broken = Broken()
     async with reach(broken) as ref:
+        call = asyncio.create_task(ref.add(Add(1)))
+        await until(lambda: broken._supervisor.mailbox.num_free < broken._supervisor.mailbox.capacity)
+        broken.release.set()
         with pytest.raises(ActorDied, match="its task started raised OSError: no room"):
-            await ref.add(Add(1))
+            await call
     assert broken.events == []
 
 
