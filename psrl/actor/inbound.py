@@ -7,6 +7,7 @@ id. While the caller reads slower than we answer, we read nothing from it.
 
 import asyncio
 import logging
+from functools import partial
 from typing import Protocol
 
 from psrl.actor.mailbox import Job
@@ -54,6 +55,7 @@ class Inbound:
 
     def __init__(self, host: Host, connection: Connection) -> None:
         self._host, self.connection = host, connection
+        self._limit = host.hello.max_frame_bytes
         self._caller: Hello | None = None
         self._jobs: dict[int, Job] = {}
         loop = asyncio.get_running_loop()
@@ -66,18 +68,16 @@ class Inbound:
             raise WireError(f"a malformed frame: {error}") from error
         if self._caller is None:
             self._greet(envelope)
-            return
-        match envelope:
-            case Call():
-                self._call(envelope, self._caller.session)
-            case Cancel(id=id):
-                job = self._jobs.pop(id, None)
-                if job is not None:
-                    job.stop(ActorDied("the caller gave up"))
-            case Find():
-                self._find(envelope)
-            case Hello():
-                raise WireError("a second greeting")
+        elif isinstance(envelope, Call):
+            self._call(envelope, self._caller.session)
+        elif isinstance(envelope, Cancel):
+            job = self._jobs.pop(envelope.id, None)
+            if job is not None:
+                job.stop(ActorDied("the caller gave up"))
+        elif isinstance(envelope, Find):
+            self._find(envelope)
+        else:
+            raise WireError("a second greeting")
 
     def on_malformed(self, error: WireError) -> None:
         caller = self._caller.runtime if self._caller is not None else "a stranger"
@@ -113,6 +113,7 @@ class Inbound:
             raise WireError(f"{envelope.runtime} speaks protocol {envelope.protocol}, this runtime {PROTOCOL}")
         self._timer.cancel()
         self._caller = envelope
+        self._limit = min(self._limit, envelope.max_frame_bytes)
 
     def _find(self, find: Find) -> None:
         try:
@@ -136,8 +137,11 @@ class Inbound:
         except ActorError as error:
             self._write(failure(call.id, error))
             return
-        self._jobs[call.id] = job
-        job.outcome.add_done_callback(lambda outcome: self._answer(call.id, outcome))
+        if job.is_answered:
+            self._reply(call.id, job.outcome)
+        else:
+            self._jobs[call.id] = job
+            job.listen(partial(self._answer, call.id))
 
     def _begin(self, call: Call, session: bytes) -> Job:
         supervisor = self._host.supervisor(call.actor)
@@ -150,25 +154,20 @@ class Inbound:
             raise WireError(f"{call.actor}.{handler.name} got a malformed {call.message}: {error}") from error
         return supervisor.mailbox.take(handler, message, now() + bounded(call.remaining_s), (session, call.id))
 
-    def _answer(self, id: int, future: "asyncio.Future[Outcome]") -> None:
-        if self._jobs.pop(id, None) is None or future.cancelled():
-            return  # the caller gave up, or is gone
-        outcome = future.result()
+    def _answer(self, id: int, outcome: Outcome) -> None:
+        if self._jobs.pop(id, None) is not None:  # else the caller gave up, or is gone
+            self._reply(id, outcome)
+
+    def _reply(self, id: int, outcome: Outcome) -> None:
         if isinstance(outcome, ActorError):
             self._write(failure(id, outcome))
             return
         try:
-            envelope = Reply(id, self._host.codec.body(outcome))
-            frame = self._host.codec.frame(envelope, self._limit)
+            frame = self._host.codec.reply(id, outcome, self._limit)
         except WireError as error:
             self._write(failure(id, WireError(f"the reply did not go out: {error}")))
         else:
             self.connection.write(frame)
-
-    @property
-    def _limit(self) -> int:
-        own = self._host.hello.max_frame_bytes
-        return own if self._caller is None else min(own, self._caller.max_frame_bytes)
 
     def _write(self, envelope: Envelope) -> None:
         """For the small envelopes: they fit any limit that is allowed."""

@@ -16,8 +16,10 @@ Send = Callable[[msgspec.Struct], Coroutine[Any, Any, msgspec.Struct | None]]
 class Channel(Protocol):
     """How calls reach one actor: directly in this process, or over a Link."""
 
-    async def call(self, handler: Handler, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct | None:
-        """The reply. Raises an ActorError, at the latest `timeout_s` from now."""
+    def call(
+        self, handler: Handler, message: msgspec.Struct, timeout_s: float
+    ) -> Coroutine[Any, Any, msgspec.Struct | None]:
+        """The reply. Raises an ActorError, at the latest `timeout_s` after it is awaited."""
 
     def watch(self, callback: Callable[[str], None]) -> None:
         """Call `callback(reason)` once when the actor is gone."""
@@ -36,9 +38,9 @@ class Ref:
             raise AttributeError(f"{owner} has no handler {name!r}; its handlers: {self._handlers.describe()}")
         channel, timeout_s = self._channel, self._timeout_s if self._timeout_s is not None else handler.timeout_s
 
-        async def send(message: msgspec.Struct) -> msgspec.Struct | None:
+        def send(message: msgspec.Struct) -> Coroutine[Any, Any, msgspec.Struct | None]:
             handler.check_message(message)
-            return await channel.call(handler, message, timeout_s)
+            return channel.call(handler, message, timeout_s)
 
         send.__name__ = send.__qualname__ = name
         self.__dict__[name] = send  # found directly from now on

@@ -12,9 +12,9 @@ then `stopped()`); close connections and links; give the address back.
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import msgspec
 
@@ -27,9 +27,9 @@ from psrl.actor.ref import A, Ref, unwrap
 from psrl.actor.supervisor import Supervisor
 from psrl.actor.token import Token
 from psrl.actor.transport import DEFAULT_HOST_TIMEOUT_S, Address, Connection, Listener, Terms
-from psrl.actor.wire import DEFAULT_FRAME_BYTES, PROTOCOL, Codec, Hello
+from psrl.actor.wire import DEFAULT_FRAME_BYTES, PROTOCOL, Codec, Hello, Outcome
 from psrl.clock import now
-from psrl.errors import ActorDied, CallTimeout, ConfigError
+from psrl.errors import ActorDied, ActorError, CallTimeout, ConfigError
 
 _log = logging.getLogger("psrl.actor")
 
@@ -220,13 +220,25 @@ class _Local:
 
     async def call(self, handler: Handler, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct | None:
         self._runtime.check_process()
-        job = self._supervisor.mailbox.take(handler, message, now() + timeout_s)
-        try:
-            outcome = await job.outcome
-        except asyncio.CancelledError:
-            job.stop(ActorDied("the caller gave up"))
-            raise
-        if isinstance(outcome, Exception):
+        deadline = now() + timeout_s
+        if not handler.awaits:
+            await asyncio.sleep(0)  # who calls in a loop lets others run
+        job = self._supervisor.mailbox.take(handler, message, deadline)
+        if not job.is_answered:
+            answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            def wake(outcome: Outcome) -> None:
+                if not answered.done():
+                    answered.set_result(None)
+
+            job.listen(wake)
+            try:
+                await answered
+            except asyncio.CancelledError:
+                job.stop(ActorDied("the caller gave up"))
+                raise
+        outcome = job.outcome
+        if isinstance(outcome, ActorError):
             raise outcome
         return outcome
 
@@ -240,9 +252,11 @@ class _Remote:
     def __init__(self, runtime: Runtime, link: Link, actor: str) -> None:
         self._runtime, self._link, self._actor = runtime, link, actor
 
-    async def call(self, handler: Handler, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct | None:
+    def call(
+        self, handler: Handler, message: msgspec.Struct, timeout_s: float
+    ) -> Coroutine[Any, Any, msgspec.Struct | None]:
         self._runtime.check_process()
-        return await self._link.call(self._actor, handler, message, timeout_s)
+        return self._link.call(self._actor, handler, message, timeout_s)
 
     def watch(self, callback: Callable[[str], None]) -> None:
         self._link.watch(self._actor, callback)

@@ -47,17 +47,21 @@ class FrameStream(asyncio.Protocol):
             self.abort(str(error))
 
     def data_received(self, data: bytes) -> None:
-        if self._lost is not None:
+        receiver = self._receiver
+        if receiver is None:
+            self._early(data)
             return
-        assert self._receiver is not None
         try:
             for frame in self._frames.feed(data):
-                self._receiver.on_frame(frame)
-                if self.lost is not None:
+                receiver.on_frame(frame)
+                if self._receiver is None:
                     return
         except WireError as error:
-            self._receiver.on_malformed(error)
+            receiver.on_malformed(error)
             self.close(str(error))
+
+    def _early(self, data: bytes) -> None:
+        """Data while there is no receiver: before there is one, or after all was lost."""
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -120,8 +124,9 @@ class FrameStream(asyncio.Protocol):
             return
         self._lost = reason
         self._wake()
-        if self._receiver is not None:
-            self._receiver.on_lost(reason)
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.on_lost(reason)
 
     def _wake(self) -> None:
         waiters, self._resumed = self._resumed, []

@@ -152,18 +152,14 @@ class _ProvenStream(FrameStream):
         self._half, self._refusal, self._on_settled = half, refusal, on_settled
         self._said = bytearray()  # of the message that is being received
         self._expected = 0
-        self._is_proven = False
         self._timer = self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._late)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._send(*next(self._half))
 
-    def data_received(self, data: bytes) -> None:
-        if self._is_proven:
-            super().data_received(data)
-            return
-        if self._lost is not None:
+    def _early(self, data: bytes) -> None:
+        if self.proven.done():
             return
         if len(self._said) + len(data) > self._expected:
             self._refuse("it said more than a handshake has")
@@ -195,7 +191,6 @@ class _ProvenStream(FrameStream):
             self._transport.write(message)
 
     def _prove(self, last: bytes) -> None:
-        self._is_proven = True
         self._send(last, 0)
         self._settle(None, None)
         super().connection_made(cast(asyncio.Transport, self._transport))

@@ -12,6 +12,7 @@ Deadlines travel as seconds remaining: the two clocks need not agree.
 import asyncio
 import struct
 import traceback
+from typing import cast
 
 import msgspec
 
@@ -21,6 +22,7 @@ PROTOCOL = 1
 DEFAULT_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
 _MAX_REMAINING_S = 1e9
+_UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError)
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
@@ -100,29 +102,41 @@ class Codec:
         self.requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
         self.responses: msgspec.msgpack.Decoder[Response] = msgspec.msgpack.Decoder(Response)
 
-    def body(self, value: msgspec.Struct | None) -> msgspec.Raw:
-        """The msgpack of a message or a reply. Raises WireError for a value that msgpack cannot hold."""
+    def call(self, id: int, actor: str, message: msgspec.Struct, remaining_s: float, limit: int) -> bytes:
+        """The frame of a Call. Raises WireError, also for a message that msgpack cannot hold."""
+        # Encoding takes whatever stands in `body`; only decoding makes it Raw.
+        envelope = Call(id, actor, tag_of(type(message)), remaining_s, cast(msgspec.Raw, message))
         try:
-            return msgspec.Raw(self._encoder.encode(value))
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise WireError(f"{type(value).__qualname__} cannot be encoded: {error}") from error
+            return self.frame(envelope, limit)
+        except _UNENCODABLE as error:
+            raise WireError(f"{type(message).__qualname__} cannot be encoded: {error}") from error
 
-    def frame(self, envelope: Envelope, limit: int) -> bytearray:
-        """Length and envelope in one buffer. Raises WireError when the envelope is over `limit` bytes."""
-        frame = bytearray(_LENGTH.size)
-        self._encoder.encode_into(envelope, frame, _LENGTH.size)
-        size = len(frame) - _LENGTH.size
+    def reply(self, id: int, message: msgspec.Struct | None, limit: int) -> bytes:
+        """The frame of a Reply. Raises WireError, also for a message that msgpack cannot hold."""
+        try:
+            return self.frame(Reply(id, cast(msgspec.Raw, message)), limit)
+        except _UNENCODABLE as error:
+            raise WireError(f"{type(message).__qualname__} cannot be encoded: {error}") from error
+
+    def frame(self, envelope: Envelope, limit: int) -> bytes:
+        """Length and envelope. Raises WireError when the envelope is over `limit` bytes."""
+        encoded = self._encoder.encode(envelope)
+        size = len(encoded)
         if size > limit:
             raise WireError(f"a frame of {size} bytes is over the limit of {limit} bytes; large values go by reference")
-        _LENGTH.pack_into(frame, 0, size)
-        return frame
+        return _LENGTH.pack(size) + encoded
+
+
+def tag_of(message: type) -> str:
+    """The wire name of a message type."""
+    return str(message.__struct_config__.tag)  # type: ignore[attr-defined]
 
 
 def failure(id: int, error: ActorError) -> Failure:
     """The envelope that carries `error` to the caller."""
     if isinstance(error, RemoteError):
-        return Failure(id, "RemoteError", error.text, error.error, error.remote_traceback)
-    return Failure(id, type(error).__name__, str(error))
+        return Failure(id, "RemoteError", _text(error.text), _text(error.error), _text(error.remote_traceback))
+    return Failure(id, type(error).__name__, _text(str(error)))
 
 
 def error_of(failure: Failure) -> ActorError:
@@ -131,6 +145,11 @@ def error_of(failure: Failure) -> ActorError:
         return RemoteError(failure.error, failure.text, failure.remote_traceback)
     kinds = {kind.__name__: kind for kind in (ActorDied, CallTimeout, Overloaded)}
     return kinds.get(failure.kind, WireError)(failure.text)
+
+
+def _text(text: str) -> str:
+    """What the wire can carry: lone surrogates, as a model may write them, are escaped."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def remote_error(error: BaseException) -> RemoteError:
@@ -155,6 +174,10 @@ class Frames:
     def feed(self, data: bytes) -> list[bytes]:
         """The frames that `data` completes. Raises WireError for a frame over the limit, before its bytes are held."""
         buffer = self._buffer
+        if not buffer and len(data) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(data)
+            if size == len(data) - _LENGTH.size and size <= self._limit:
+                return [data[_LENGTH.size :]]  # one whole frame, as mostly
         buffer += data
         frames: list[bytes] = []
         start, end = 0, len(buffer)
