@@ -49,15 +49,13 @@ class Handler:
         self.message_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(message)
         self.reply_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reply)
 
-    def check_message(self, message: object) -> None:
-        """Raises TypeError when `message` is not what the handler takes."""
-        if type(message) not in self.messages:
-            raise TypeError(f"{self.name} takes {_names(self.messages)}, not {type(message).__qualname__}")
+    def wrong_message(self, message: object) -> TypeError:
+        """For a message that is not of `messages`."""
+        return TypeError(f"{self.name} takes {_names(self.messages)}, not {type(message).__qualname__}")
 
-    def check_reply(self, reply: object) -> None:
-        """Raises TypeError when `reply` is not what the handler's annotation promises."""
-        if type(reply) not in self.replies:
-            raise TypeError(f"{self.name} must return {_names(self.replies)}, not {type(reply).__qualname__}")
+    def wrong_reply(self, reply: object) -> TypeError:
+        """For a reply that is not of `replies`, as the handler's annotation promises."""
+        return TypeError(f"{self.name} must return {_names(self.replies)}, not {type(reply).__qualname__}")
 
 
 class Handlers:

@@ -14,6 +14,7 @@ from psrl.actor.mailbox import Job
 from psrl.actor.supervisor import Supervisor
 from psrl.actor.transport import Connection
 from psrl.actor.wire import (
+    MAX_REMAINING_S,
     NIL,
     PROTOCOL,
     Bye,
@@ -29,7 +30,6 @@ from psrl.actor.wire import (
     bounded,
     failure,
 )
-from psrl.clock import now
 from psrl.errors import ActorDied, ActorError, WireError
 
 _log = logging.getLogger("psrl.actor")
@@ -130,29 +130,35 @@ class Inbound:
             self._write(Reply(find.id, NIL))
 
     def _call(self, call: Call, session: bytes) -> None:
-        if call.id in self._jobs:
-            raise WireError(f"request id {call.id} is in use")
+        id = call.id
+        if id in self._jobs:
+            raise WireError(f"request id {id} is in use")
         try:
-            job = self._begin(call, session)
+            supervisor = self._host.supervisor(call.actor)
+            handler = supervisor.handlers.by_tag.get(call.message)
+            if handler is None:
+                has = supervisor.handlers.describe()
+                raise WireError(f"{call.actor} has no handler for {call.message}; it has {has}")
+            try:
+                message = handler.message_decoder.decode(call.body)
+            except (ValueError, RecursionError) as error:
+                raise WireError(f"{call.actor}.{handler.name} got a malformed {call.message}: {error}") from error
+            remaining_s = call.remaining_s
+            if not 0 < remaining_s < MAX_REMAINING_S:
+                remaining_s = bounded(remaining_s)
+            mailbox, request = supervisor.mailbox, (session, id)
+            if mailbox.is_open and not handler.awaits:
+                self._reply(id, mailbox.answer(handler, message, remaining_s, request))
+                return
+            job = mailbox.take(handler, message, remaining_s, request)
         except ActorError as error:
-            self._write(failure(call.id, error))
+            self._write(failure(id, error))
             return
         if job.is_answered:
-            self._reply(call.id, job.outcome)
+            self._reply(id, job.outcome)
         else:
-            self._jobs[call.id] = job
-            job.listen(partial(self._answer, call.id))
-
-    def _begin(self, call: Call, session: bytes) -> Job:
-        supervisor = self._host.supervisor(call.actor)
-        handler = supervisor.handlers.by_tag.get(call.message)
-        if handler is None:
-            raise WireError(f"{call.actor} has no handler for {call.message}; it has {supervisor.handlers.describe()}")
-        try:
-            message = handler.message_decoder.decode(call.body)
-        except (ValueError, RecursionError) as error:
-            raise WireError(f"{call.actor}.{handler.name} got a malformed {call.message}: {error}") from error
-        return supervisor.mailbox.take(handler, message, now() + bounded(call.remaining_s), (session, call.id))
+            self._jobs[id] = job
+            job.listen(partial(self._answer, id))
 
     def _answer(self, id: int, outcome: Outcome) -> None:
         if self._jobs.pop(id, None) is not None:  # else the caller gave up, or is gone

@@ -19,6 +19,7 @@ import msgspec
 
 from psrl.actor.alarm import Alarm
 from psrl.actor.handler import Handler, Handlers
+from psrl.actor.ref import Send
 from psrl.actor.transport import Address, Connection, NobodyListens, Terms, Unreachable
 from psrl.actor.wire import (
     PROTOCOL,
@@ -30,6 +31,7 @@ from psrl.actor.wire import (
     Hello,
     Reply,
     error_of,
+    tag_of,
 )
 from psrl.clock import now
 from psrl.errors import ActorDied, CallTimeout, WireError
@@ -85,7 +87,7 @@ class _Line:
             envelope = self._link.codec.responses.decode(frame)
         except (ValueError, RecursionError) as error:
             raise WireError(f"{self._link.address} sent a malformed frame: {error}") from error
-        if isinstance(envelope, Reply | Failure):
+        if isinstance(envelope, _ANSWERS):
             self._settle(envelope.id, envelope)
         elif isinstance(envelope, Hello):
             if not self.greeted.done():
@@ -124,6 +126,7 @@ class _Line:
         return min((deadline for _, deadline in self._waiting.values()), default=math.inf)
 
 
+_ANSWERS = (Reply, Failure)
 _NOBODY = (None, 0.0)
 
 
@@ -143,31 +146,53 @@ class Link:
         self._watchers: list[tuple[str, Callable[[str], None]]] = []
         self._closed: str | None = None
 
-    async def call(
-        self, actor: str, handler: Handler, message: msgspec.Struct, timeout_s: float
-    ) -> msgspec.Struct | None:
-        """The reply of `actor`. Raises an ActorError, at the latest `timeout_s` from now."""
-        deadline, id = self.loop.time() + timeout_s, next(self._ids)
+    def sender(self, actor: str, handler: Handler, timeout_s: float, check: Callable[[], None]) -> Send:
+        """The function that sends `actor` a message of this handler; it calls `check` first. See Channel.sender."""
+        tags = {message: tag_of(message) for message in handler.messages}
+        where, decode, encode = (
+            f"{actor}.{handler.name} at {self.address}",
+            handler.reply_decoder.decode,
+            self.codec.call,
+        )
 
-        def frame(limit: int) -> bytes:
-            return self.codec.call(id, actor, message, deadline - self.loop.time(), limit)
+        async def send(message: msgspec.Struct) -> msgspec.Struct | None:
+            tag = tags.get(type(message))
+            if tag is None:
+                raise handler.wrong_message(message)
+            check()
+            id, deadline, line = next(self._ids), self.loop.time() + timeout_s, self._line
+            answer: Answer = None
+            if line is not None and not line.is_paused and timeout_s > 0:  # as mostly
+                waiter = line.ask(id, encode(id, actor, tag, message, timeout_s, line.limit), deadline)
+                try:
+                    answer = await waiter
+                except asyncio.CancelledError:
+                    line.give_up(id)
+                    raise
+                if answer is None and not handler.idempotent:
+                    raise ActorDied(f"{where} is gone: {line.lost}")
+            if answer is None:
+                answer = await insist(message, tag, id, deadline)
+            if isinstance(answer, Late):
+                raise CallTimeout(f"{where} did not answer within {timeout_s:g} s")
+            if isinstance(answer, Failure):
+                raise error_of(answer)
+            try:
+                reply: msgspec.Struct | None = decode(answer.body)
+            except (ValueError, RecursionError) as error:
+                raise WireError(f"{where} sent a malformed reply: {error}") from error
+            return reply
 
-        def where() -> str:
-            return f"{actor}.{handler.name} at {self.address}"
+        async def insist(message: msgspec.Struct, tag: str, id: int, deadline: float) -> Reply | Failure | Late:
+            def frame(limit: int) -> bytes:
+                return encode(id, actor, tag, message, deadline - self.loop.time(), limit)
 
-        try:
-            answer = await self._ask(id, frame, deadline, handler.idempotent, where)
-        except TimeoutError:
-            raise CallTimeout(f"{where()} did not answer within {timeout_s:g} s") from None
-        except PermissionError as error:
-            raise ActorDied(f"{where()} cannot be called: {error}") from None
-        if isinstance(answer, Failure):
-            raise error_of(answer)
-        try:
-            reply: msgspec.Struct | None = handler.reply_decoder.decode(answer.body)
-        except (ValueError, RecursionError) as error:
-            raise WireError(f"{where()} sent a malformed reply: {error}") from error
-        return reply
+            try:
+                return await self._ask(id, frame, deadline, handler.idempotent, where)
+            except PermissionError as error:
+                raise ActorDied(f"{where} cannot be called: {error}") from None
+
+        return send
 
     async def find(self, actor: str, handlers: Handlers, timeout_s: float) -> None:
         """Wait until the runtime listens and has the actor. Raises CallTimeout with the last reason, or
@@ -227,26 +252,22 @@ class Link:
     # Sending.
 
     async def _ask_find(self, find: Find, deadline: float) -> Reply | Failure:
-        return await self._ask(
-            find.id,
-            lambda limit: self.codec.frame(find, limit),
-            deadline,
-            True,
-            lambda: f"{find.actor} at {self.address}",
-        )
+        where = f"{find.actor} at {self.address}"
+        answer = await self._ask(find.id, lambda limit: self.codec.frame(find, limit), deadline, True, where)
+        if isinstance(answer, Late):
+            raise TimeoutError
+        return answer
 
     async def _ask(
-        self, id: int, frame: Callable[[int], bytes], deadline: float, again: bool, where: Callable[[], str]
-    ) -> Reply | Failure:
-        """Send until there is an answer; more than once only if `again`. Raises TimeoutError, ActorDied, WireError, or
+        self, id: int, frame: Callable[[int], bytes], deadline: float, again: bool, where: str
+    ) -> Reply | Failure | Late:
+        """Dial if need be, send, and wait; more than once only if `again`. Raises ActorDied, WireError or
         PermissionError."""
-        pauses: Iterator[float] | None = None
-        while True:
-            if deadline <= self.loop.time():
-                raise TimeoutError
-            line = self._line
-            if line is None or line.is_paused:
+        for pause in _backoff():
+            try:
                 line = await self._ready(deadline, where)
+            except TimeoutError:
+                return Late.LATE
             if line is not None:
                 waiter = line.ask(id, frame(line.limit), deadline)
                 try:
@@ -254,17 +275,15 @@ class Link:
                 except asyncio.CancelledError:
                     line.give_up(id)
                     raise
-                if answer is Late.LATE:
-                    raise TimeoutError
                 if answer is not None:
                     return answer
                 if not again:
-                    raise ActorDied(f"{where()} is gone: {line.lost}")
-            pauses = pauses or _backoff()
-            await asyncio.sleep(min(next(pauses), deadline - self.loop.time()))
+                    raise ActorDied(f"{where} is gone: {line.lost}")
+            await asyncio.sleep(min(pause, deadline - now()))
+        raise AssertionError("backoff never ends")
 
-    async def _ready(self, deadline: float, where: Callable[[], str]) -> _Line | None:
-        """The open line, once the peer takes more. None: try again."""
+    async def _ready(self, deadline: float, where: str) -> _Line | None:
+        """The open line, once the peer takes more. None: try again. Raises what `_open` raises, or TimeoutError."""
         async with asyncio.timeout_at(deadline):
             while True:
                 line = await self._open(where)
@@ -275,13 +294,13 @@ class Link:
                 assert line.connection is not None
                 await line.connection.writable()
 
-    async def _open(self, where: Callable[[], str]) -> _Line | None:
+    async def _open(self, where: str) -> _Line | None:
         """The open line, dialled if need be. None: try again. Raises ActorDied when nobody is there, or
         PermissionError."""
         if self._line is not None:
             return self._line
         if self._closed is not None:
-            raise ActorDied(f"{where()} cannot be called: {self._closed}")
+            raise ActorDied(f"{where} cannot be called: {self._closed}")
         if self._dialling is None:
             self._dialling = asyncio.get_running_loop().create_task(self._dial(), name=f"dial {self.address}")
             self._dialling.add_done_callback(self._dialled)
@@ -289,12 +308,12 @@ class Link:
         try:
             return await asyncio.shield(dialling)
         except (NobodyListens, Unreachable) as error:
-            raise ActorDied(f"{where()} is gone: {error.strerror or error}") from None
+            raise ActorDied(f"{where} is gone: {error.strerror or error}") from None
         except PermissionError:
             raise
         except asyncio.CancelledError:
             if dialling.cancelled() and self._closed is not None:
-                raise ActorDied(f"{where()} cannot be called: {self._closed}") from None
+                raise ActorDied(f"{where} cannot be called: {self._closed}") from None
             raise
         except OSError:
             return None

@@ -6,7 +6,8 @@ deadline: then its caller has a CallTimeout and its handler is cancelled. Jobs o
 by request id, so a call that is sent twice runs once; running ones as long as they run, ended ones until their
 deadline, at most `remembered` of them.
 
-A handler that never awaits is run by `take` itself, and the job is done when it returns.
+A handler that never awaits runs in `answer`, within the caller's turn: it needs no task, and takes no place for longer
+than that. `take` is for the others, and for all that come before the actor has started.
 """
 
 import asyncio
@@ -14,13 +15,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
 from psrl.actor.alarm import Alarm
 from psrl.actor.handler import Handler
-from psrl.actor.wire import Outcome
+from psrl.actor.wire import Outcome, remote_error
 from psrl.clock import now
 from psrl.errors import ActorDied, ActorError, CallTimeout, Overloaded
 
@@ -69,28 +69,25 @@ class Job:
             self.task.cancel()
 
 
-class Runner(Protocol):
-    """What runs the handlers of a mailbox."""
-
-    def run_now(self, job: Job) -> None:
-        """Run a handler that never awaits, to its end, and finish the job."""
-
-    def start(self, job: Job) -> asyncio.Task[None]:
-        """Run any other one, as a task that finishes the job."""
-
-
 class Mailbox:
-    """Takes calls for one actor and hands each to `runner`, once `open` was called."""
+    """Takes calls for one actor and hands each to `start`, once `open` was called, which runs it as a task."""
 
-    def __init__(self, actor: str, capacity: int, runner: Runner, remembered: int = REMEMBERED) -> None:
+    def __init__(
+        self,
+        name: str,
+        actor: object,
+        capacity: int,
+        start: Callable[[Job], asyncio.Task[None]],
+        remembered: int = REMEMBERED,
+    ) -> None:
         if capacity < 1:
-            raise ValueError(f"the mailbox of {actor} needs room for at least one call, not {capacity}")
-        self._actor, self.capacity, self._runner, self._remembered = actor, capacity, runner, remembered
+            raise ValueError(f"the mailbox of {name} needs room for at least one call, not {capacity}")
+        self._name, self._actor, self.capacity, self._start, self._remembered = name, actor, capacity, start, remembered
         self._in_hand: dict[Job, None] = {}
         self._running: dict[RequestId, Job] = {}
-        self._answered: OrderedDict[RequestId, Job] = OrderedDict()
+        self._answered: OrderedDict[RequestId, tuple[Outcome, float]] = OrderedDict()  # with the deadline
         self._alarm = Alarm(self._sweep)
-        self._open = False
+        self.is_open = False
         self._ended: str | None = None
 
     @property
@@ -103,33 +100,54 @@ class Mailbox:
         """Of the handlers that run now."""
         return {job.task for job in self._in_hand if job.task is not None}
 
-    def take(self, handler: Handler, message: msgspec.Struct, deadline: float, request: RequestId | None = None) -> Job:
-        """Begin a call, or join the one that `request` began before. Raises Overloaded, CallTimeout or ActorDied."""
-        if self._ended is not None:
-            raise ActorDied(self._ended)
-        if request is not None and handler.idempotent:
-            known = self._running.get(request) or self._answered.get(request)
-            if known is not None:
-                return known
-        else:
+    def answer(
+        self, handler: Handler, message: msgspec.Struct, timeout_s: float, request: RequestId | None = None
+    ) -> Outcome:
+        """Run a handler that never awaits, of a mailbox that is open. Raises Overloaded, CallTimeout or ActorDied."""
+        if not handler.idempotent:
             request = None
-        time = now()
-        if deadline <= time:
-            raise _late(self._actor, handler)
-        if len(self._in_hand) >= self.capacity:
-            raise Overloaded(f"{self._actor} already has {self.capacity} calls in its mailbox")
+        elif request is not None and request in self._answered:
+            return self._answered[request][0]
+        if self._ended is not None or timeout_s <= 0 or len(self._in_hand) >= self.capacity:
+            raise self._refusal(handler, timeout_s)
+        running = handler.function(self._actor, message)
+        try:
+            running.send(None)
+            running.close()
+            raise AssertionError(f"{self._name}.{handler.name} has no await and did await")
+        except StopIteration as end:
+            outcome: Outcome = end.value
+            if type(outcome) not in handler.replies:
+                outcome = remote_error(handler.wrong_reply(outcome))
+        except (Exception, asyncio.CancelledError) as error:
+            outcome = remote_error(error)
+        if request is not None:
+            self._remember(request, outcome, now() + timeout_s)
+        return outcome
+
+    def take(
+        self, handler: Handler, message: msgspec.Struct, timeout_s: float, request: RequestId | None = None
+    ) -> Job:
+        """Begin a call, or join the one that `request` began before. Raises Overloaded, CallTimeout or ActorDied."""
+        if not handler.idempotent:
+            request = None
+        elif request is not None:
+            if request in self._running:
+                return self._running[request]
+            if request in self._answered:
+                job = Job(handler, message, 0.0, None)
+                job.finish(self._answered[request][0])
+                return job
+        if self._ended is not None or timeout_s <= 0 or len(self._in_hand) >= self.capacity:
+            raise self._refusal(handler, timeout_s)
+        deadline = now() + timeout_s
         job = Job(handler, message, deadline, request)
-        if self._open and not handler.awaits:
-            self._runner.run_now(job)
-            if request is not None:
-                self._remember(request, job, time)
-            return job
         self._in_hand[job] = None
         if request is not None:
             self._running[request] = job
         if deadline < self._alarm.when:
             self._alarm.set(deadline)
-        if self._open:
+        if self.is_open:
             self._begin(job)
         else:
             job.listen(lambda _: self._drop(job))
@@ -137,7 +155,7 @@ class Mailbox:
 
     def open(self) -> None:
         """The actor has started: run what has come in meanwhile, in order."""
-        self._open = True
+        self.is_open = True
         for job in list(self._in_hand):
             if not job.is_answered:
                 self._begin(job)
@@ -151,7 +169,7 @@ class Mailbox:
             job.stop(ActorDied(self._ended))
 
     def _begin(self, job: Job) -> None:
-        job.task = self._runner.start(job)
+        job.task = self._start(job)
         job.task.add_done_callback(partial(self._release, job))
 
     def _drop(self, job: Job) -> None:
@@ -162,20 +180,28 @@ class Mailbox:
     def _release(self, job: Job, _: object = None) -> None:
         self._in_hand.pop(job, None)
         if job.request is not None and self._running.pop(job.request, None) is not None:
-            self._remember(job.request, job, now())
+            self._remember(job.request, job.outcome, job.deadline)
 
-    def _remember(self, request: RequestId, job: Job, time: float) -> None:
-        self._answered[request] = job
+    def _remember(self, request: RequestId, outcome: Outcome, deadline: float) -> None:
+        self._answered[request] = outcome, deadline
+        time = now()
         while self._answered:
-            oldest = next(iter(self._answered.values()))
-            if len(self._answered) <= self._remembered and oldest.deadline > time:
+            _, oldest = next(iter(self._answered.values()))
+            if len(self._answered) <= self._remembered and oldest > time:
                 break
             self._answered.popitem(last=False)
+
+    def _refusal(self, handler: Handler, timeout_s: float) -> ActorError:
+        if self._ended is not None:
+            return ActorDied(self._ended)
+        if timeout_s <= 0:
+            return _late(self._name, handler)
+        return Overloaded(f"{self._name} already has {self.capacity} calls in its mailbox")
 
     def _sweep(self, time: float) -> float:
         late = [job for job in self._in_hand if job.deadline <= time and not job.is_answered]
         for job in late:
-            job.stop(_late(self._actor, job.handler))
+            job.stop(_late(self._name, job.handler))
         return min((job.deadline for job in self._in_hand if not job.is_answered), default=math.inf)
 
 

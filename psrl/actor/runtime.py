@@ -12,9 +12,9 @@ then `stopped()`); close connections and links; give the address back.
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import NamedTuple, Self, cast
 
 import msgspec
 
@@ -22,8 +22,8 @@ from psrl.actor.actor import Actor
 from psrl.actor.handler import Handler, handlers_of
 from psrl.actor.inbound import Inbound
 from psrl.actor.link import Link
-from psrl.actor.mailbox import DEFAULT_MAILBOX
-from psrl.actor.ref import A, Ref, unwrap
+from psrl.actor.mailbox import DEFAULT_MAILBOX, Job
+from psrl.actor.ref import A, Ref, Send, unwrap
 from psrl.actor.supervisor import Supervisor
 from psrl.actor.token import Token
 from psrl.actor.transport import DEFAULT_HOST_TIMEOUT_S, Address, Connection, Listener, Terms
@@ -218,29 +218,23 @@ class _Local:
     def __init__(self, runtime: Runtime, supervisor: Supervisor) -> None:
         self._runtime, self._supervisor = runtime, supervisor
 
-    async def call(self, handler: Handler, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct | None:
-        self._runtime.check_process()
-        deadline = now() + timeout_s
-        if not handler.awaits:
-            await asyncio.sleep(0)  # who calls in a loop lets others run
-        job = self._supervisor.mailbox.take(handler, message, deadline)
-        if not job.is_answered:
-            answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def sender(self, handler: Handler, timeout_s: float) -> Send:
+        runtime, mailbox = self._runtime, self._supervisor.mailbox
 
-            def wake(outcome: Outcome) -> None:
-                if not answered.done():
-                    answered.set_result(None)
+        async def send(message: msgspec.Struct) -> msgspec.Struct | None:
+            if type(message) not in handler.messages:
+                raise handler.wrong_message(message)
+            runtime.check_process()
+            if handler.awaits or not mailbox.is_open:
+                outcome = await _outcome(mailbox.take(handler, message, timeout_s))
+            else:
+                await asyncio.sleep(0)  # who calls in a loop lets others run
+                outcome = mailbox.answer(handler, message, timeout_s)
+            if isinstance(outcome, ActorError):
+                raise outcome
+            return outcome
 
-            job.listen(wake)
-            try:
-                await answered
-            except asyncio.CancelledError:
-                job.stop(ActorDied("the caller gave up"))
-                raise
-        outcome = job.outcome
-        if isinstance(outcome, ActorError):
-            raise outcome
-        return outcome
+        return send
 
     def watch(self, callback: Callable[[str], None]) -> None:
         self._supervisor.watch(callback)
@@ -252,11 +246,26 @@ class _Remote:
     def __init__(self, runtime: Runtime, link: Link, actor: str) -> None:
         self._runtime, self._link, self._actor = runtime, link, actor
 
-    def call(
-        self, handler: Handler, message: msgspec.Struct, timeout_s: float
-    ) -> Coroutine[Any, Any, msgspec.Struct | None]:
-        self._runtime.check_process()
-        return self._link.call(self._actor, handler, message, timeout_s)
+    def sender(self, handler: Handler, timeout_s: float) -> Send:
+        return self._link.sender(self._actor, handler, timeout_s, self._runtime.check_process)
 
     def watch(self, callback: Callable[[str], None]) -> None:
         self._link.watch(self._actor, callback)
+
+
+async def _outcome(job: Job) -> Outcome:
+    """Wait for it; who gives up waiting gives up the job."""
+    if not job.is_answered:
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def wake(outcome: Outcome) -> None:
+            if not answered.done():
+                answered.set_result(None)
+
+        job.listen(wake)
+        try:
+            await answered
+        except asyncio.CancelledError:
+            job.stop(ActorDied("the caller gave up"))
+            raise
+    return job.outcome

@@ -30,7 +30,7 @@ class Supervisor:
     def __init__(self, name: str, actor: Actor, capacity: int, on_end: OnEnd) -> None:
         self.name, self.actor = name, actor
         self.handlers = handlers_of(type(actor))
-        self.mailbox = Mailbox(name, capacity, self)
+        self.mailbox = Mailbox(name, actor, capacity, self._start_handler)
         self.ended: str | None = None
         self._on_end = on_end
         self._watchers: list[Callable[[str], None]] = []
@@ -94,28 +94,16 @@ class Supervisor:
         except Exception as error:
             _log.error("actor %s: stopped() failed", self.name, exc_info=error)
 
-    # Runner of the mailbox.
-
-    def start(self, job: Job) -> asyncio.Task[None]:
+    def _start_handler(self, job: Job) -> asyncio.Task[None]:
         return self._loop.create_task(self._handle(job), name=f"{self.name}.{job.handler.name}")
-
-    def run_now(self, job: Job) -> None:
-        running = self._handle(job)
-        try:
-            running.send(None)
-        except StopIteration:
-            return
-        except asyncio.CancelledError:
-            return  # the handler's own, and answered
-        running.close()
-        raise AssertionError(f"{self.name}.{job.handler.name} has no await and did await")
 
     async def _handle(self, job: Job) -> None:
         if job.message is None:
             return  # answered before its turn came
         try:
             reply = await job.handler.function(self.actor, job.message)
-            job.handler.check_reply(reply)
+            if type(reply) not in job.handler.replies:
+                raise job.handler.wrong_reply(reply)
         except asyncio.CancelledError as error:
             job.finish(remote_error(error))
             raise

@@ -21,8 +21,7 @@ from psrl.errors import ActorDied, ActorError, CallTimeout, Overloaded, RemoteEr
 PROTOCOL = 1
 DEFAULT_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
-_MAX_REMAINING_S = 1e9
-_UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError)
+MAX_REMAINING_S = 1e9
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
@@ -98,29 +97,26 @@ class Codec:
     """Encoder and decoders of one runtime. They belong to its loop's thread."""
 
     def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encode = msgspec.msgpack.Encoder().encode
         self.requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
         self.responses: msgspec.msgpack.Decoder[Response] = msgspec.msgpack.Decoder(Response)
 
-    def call(self, id: int, actor: str, message: msgspec.Struct, remaining_s: float, limit: int) -> bytes:
+    def call(self, id: int, actor: str, tag: str, message: msgspec.Struct, remaining_s: float, limit: int) -> bytes:
         """The frame of a Call. Raises WireError, also for a message that msgpack cannot hold."""
         # Encoding takes whatever stands in `body`; only decoding makes it Raw.
-        envelope = Call(id, actor, tag_of(type(message)), remaining_s, cast(msgspec.Raw, message))
-        try:
-            return self.frame(envelope, limit)
-        except _UNENCODABLE as error:
-            raise WireError(f"{type(message).__qualname__} cannot be encoded: {error}") from error
+        return self.frame(Call(id, actor, tag, remaining_s, cast(msgspec.Raw, message)), limit)
 
     def reply(self, id: int, message: msgspec.Struct | None, limit: int) -> bytes:
         """The frame of a Reply. Raises WireError, also for a message that msgpack cannot hold."""
-        try:
-            return self.frame(Reply(id, cast(msgspec.Raw, message)), limit)
-        except _UNENCODABLE as error:
-            raise WireError(f"{type(message).__qualname__} cannot be encoded: {error}") from error
+        return self.frame(Reply(id, cast(msgspec.Raw, message)), limit)
 
     def frame(self, envelope: Envelope, limit: int) -> bytes:
-        """Length and envelope. Raises WireError when the envelope is over `limit` bytes."""
-        encoded = self._encoder.encode(envelope)
+        """Length and envelope. Raises WireError when it is over `limit` bytes, or cannot be encoded."""
+        try:
+            encoded = self._encode(envelope)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            what = type(getattr(envelope, "body", envelope)).__qualname__
+            raise WireError(f"{what} cannot be encoded: {error}") from error
         size = len(encoded)
         if size > limit:
             raise WireError(f"a frame of {size} bytes is over the limit of {limit} bytes; large values go by reference")
@@ -161,7 +157,7 @@ def remote_error(error: BaseException) -> RemoteError:
 
 def bounded(remaining_s: float) -> float:
     """A deadline from the wire, made safe for a timer: NaN and negatives are over already."""
-    return min(remaining_s, _MAX_REMAINING_S) if remaining_s > 0 else 0.0
+    return min(remaining_s, MAX_REMAINING_S) if remaining_s > 0 else 0.0
 
 
 class Frames:
