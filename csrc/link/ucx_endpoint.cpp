@@ -314,8 +314,10 @@ RegionPtr UcxEndpoint::add_region(Bytes memory, std::shared_ptr<const void> owne
   return registered(std::make_shared<UcxRegion>(memory, std::move(owner)));
 }
 
+// Null when the endpoint is closed: nothing is a region of it any more.
 UcxRegionPtr UcxEndpoint::known(const RegionPtr& region) const {
   const std::lock_guard lock(memory_mutex_);
+  if (context_ == nullptr) return nullptr;
   const auto found = regions_.find(region.get());
   if (found == regions_.end()) throw LinkError("not a region of this endpoint");
   return found->second;
@@ -323,6 +325,7 @@ UcxRegionPtr UcxEndpoint::known(const RegionPtr& region) const {
 
 void UcxEndpoint::remove_region(const RegionPtr& region) {
   const auto ours = known(region);
+  if (ours == nullptr) return;
   std::set<uint64_t> windows;
   {
     const std::lock_guard lock(memory_mutex_);
@@ -345,6 +348,7 @@ void UcxEndpoint::remove_region(const RegionPtr& region) {
 Advert UcxEndpoint::advertise(const RegionPtr& region, uint64_t offset, uint64_t length,
                               WindowAccess access) {
   const auto ours = known(region);
+  if (ours == nullptr) throw LinkError("the endpoint is closed");
   const auto* base =
       access == WindowAccess::kPut ? ours->write(offset, length) : ours->read(offset, length);
   const auto address = reinterpret_cast<uint64_t>(base);
@@ -469,7 +473,7 @@ OpId UcxEndpoint::put(PeerId peer, const Advert& into, const RegionPtr& from,
   op->pieces = without_empty(pieces);
   op->bytes = total(pieces);
   op->notice = notice;
-  for (const auto& piece : pieces) op->region->read(piece.local_offset, piece.length);
+  for (const auto& piece : pieces) from->read(piece.local_offset, piece.length);
   return submit(std::move(op));
 }
 
@@ -484,7 +488,7 @@ OpId UcxEndpoint::pull(PeerId peer, const Advert& from, const RegionPtr& into,
   op->region = known(into);
   op->pieces = without_empty(pieces);
   op->bytes = total(pieces);
-  for (const auto& piece : pieces) op->region->write(piece.local_offset, piece.length);
+  for (const auto& piece : pieces) into->write(piece.local_offset, piece.length);
   return submit(std::move(op));
 }
 
@@ -538,8 +542,9 @@ void UcxEndpoint::disconnect(PeerId id, Deadline deadline) {
     if (peer == nullptr || peer->cut) return;
     const auto ops = peer->ops;  // giving up takes them out
     for (const auto& [op_id, op] : ops) {
-      if (op->ending == Status::kOk && peer->ops.contains(op_id))
-        give_up(*peer, *op, Status::kClosed, "disconnected");
+      if (op->ending == Status::kOk && peer->ops.contains(op_id)) {
+        give_up(*peer, *op, Status::kClosed, "disconnected", Deadline::max());  // leave() has it
+      }
     }
     leave(*peer, deadline);
   });
@@ -591,10 +596,11 @@ void UcxEndpoint::post(Task task) const {
 void UcxEndpoint::run() {
   ::pthread_setname_np(::pthread_self(), "psrl-ucx");
   thread_id_ = std::this_thread::get_id();
-  while (!left()) {
+  while (true) {
     run_tasks();
     turn();
     dispatch();
+    if (left()) break;
     block(true);
   }
   {
@@ -617,6 +623,7 @@ bool UcxEndpoint::left() {
       cut(*peer, Status::kClosed, Status::kClosed, "it said no goodbye before close() ended");
     }
   }
+  step();
   leave_by_ = Clock::now() + kReapGrace;
   set_timer(leave_by_, 0, 0);
   return false;
@@ -682,7 +689,8 @@ void UcxEndpoint::step() {
 }
 
 void UcxEndpoint::block(bool with_tasks) {
-  if (!pending_.empty() || (with_tasks && !tasks_done())) return;
+  if (!pending_.empty() || !inbox_.empty() || !sent_.empty() || !progressed_.empty()) return;
+  if (with_tasks && !tasks_done()) return;
   // Events that came since the last progress are told by BUSY.
   if (ucx_.ucp_worker_arm(worker_) != UCS_OK) return;
   int timeout_ms = -1;

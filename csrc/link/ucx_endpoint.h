@@ -210,7 +210,7 @@ class UcxEndpoint final : public Endpoint {
   void start_pull(Peer& peer, Operation& op);
   void run_waiting(Peer& peer);
   void get_or_put(Peer& peer, Operation& op);
-  void give_up(Peer& peer, Operation& op, Status status, const std::string& text);
+  void give_up(Peer& peer, Operation& op, Status status, const std::string& text, Deadline until);
   void end(Peer& peer, OpId id, Status status, const std::string& text);
   void on_verdict(Peer& peer, const Message& message, std::string_view payload);
 

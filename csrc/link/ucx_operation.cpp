@@ -12,7 +12,7 @@ using namespace std::chrono_literals;
 
 // How long an operation that is over its deadline may take to get its memory back from UCX before
 // the connection is cut.
-constexpr auto kDrainGrace = 50ms;
+constexpr auto kDrainGrace = 200ms;
 
 // The smallest range of the window that has all pieces.
 Piece hull(const std::vector<Piece>& pieces) {
@@ -41,6 +41,11 @@ void UcxEndpoint::start(const std::shared_ptr<Operation>& op) {
     const bool ours = peer != nullptr && peer->leaving;
     emit({Event::Kind::kDone, op->peer, op->id, ours ? Status::kClosed : Status::kPeerLost,
           peer == nullptr ? "no such peer" : "the connection to " + peer->name + " is ending"},
+         op->sink);
+    return;
+  }
+  if (op->deadline <= Clock::now()) {
+    emit({Event::Kind::kDone, op->peer, op->id, Status::kTimeout, "begun after its deadline"},
          op->sink);
     return;
   }
@@ -128,7 +133,7 @@ void UcxEndpoint::run_waiting(Peer& peer) {
     }
     at = peer.waiting.erase(at);
     if (notify) {
-      send(peer, {.kind = Kind::kNotice, .text = op->notice}, {}, id);
+      send(peer, {.kind = Kind::kNotice, .op = id, .text = op->notice});
     } else {
       end(peer, id, Status::kOk, {});
       at = peer.waiting.begin();
@@ -180,8 +185,10 @@ void UcxEndpoint::get_or_put(Peer& peer, Operation& op) {
   }
 }
 
-// Ends the operation with this status as soon as nothing touches its memory: mostly at once.
-void UcxEndpoint::give_up(Peer& peer, Operation& op, Status status, const std::string& text) {
+// Ends the operation with this status as soon as nothing touches its memory: mostly at once. At
+// `until` the connection is cut.
+void UcxEndpoint::give_up(Peer& peer, Operation& op, Status status, const std::string& text,
+                          Deadline until) {
   if (op.transfer == nullptr && !op.remote_writes) {
     if (op.kind == OpKind::kConnect) return cut(peer, status, status, text);
     if (op.asked) send(peer, {.kind = Kind::kAbort, .op = op.id});
@@ -190,7 +197,7 @@ void UcxEndpoint::give_up(Peer& peer, Operation& op, Status status, const std::s
   op.ending = status;
   op.text = text;
   clear_timer(op.deadline, peer.id, op.id);
-  op.deadline = Clock::now() + kDrainGrace;
+  op.deadline = until;
   set_timer(op.deadline, peer.id, op.id);
   if (op.transfer != nullptr) {
     stop_transfer(*op.transfer, status, text);
@@ -204,7 +211,8 @@ void UcxEndpoint::on_op_timer(Peer& peer, Operation& op) {
     const bool connecting = op.kind == OpKind::kConnect;
     return give_up(
         peer, op, Status::kTimeout,
-        connecting ? op.address + " did not answer in time" : peer.name + " was not done in time");
+        connecting ? op.address + " did not answer in time" : peer.name + " was not done in time",
+        Clock::now() + kDrainGrace);
   }
   cut(peer, Status::kPeerLost, Status::kPeerLost,
       "bytes of an operation that was over were still under way");

@@ -86,6 +86,10 @@ void UcxEndpoint::start_connect(const std::shared_ptr<Operation>& op) {
     emit({Event::Kind::kDone, 0, op->id, Status::kPeerLost, why}, op->sink);
   };
   if (op->num_where == 0) return failed("cannot connect to " + op->address + ": no such host");
+  if (op->deadline <= Clock::now()) {
+    emit({Event::Kind::kDone, 0, op->id, Status::kTimeout, "begun after its deadline"}, op->sink);
+    return;
+  }
   ucp_ep_params_t params = peer_params();
   params.field_mask |= UCP_EP_PARAM_FIELD_SOCK_ADDR | UCP_EP_PARAM_FIELD_FLAGS;
   params.flags = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER;
@@ -269,7 +273,8 @@ void UcxEndpoint::on_message(Peer& peer, const Message& message, std::string_vie
     case Kind::kCancel:
       return on_cancel(peer, message);
     case Kind::kNotice:
-      return on_notice(peer, message.text);
+      on_notice(peer, message.text);
+      return answer(peer, message.op, Status::kOk, {});
     case Kind::kGoodbye:
       return on_goodbye(peer);
   }
@@ -404,12 +409,13 @@ void UcxEndpoint::finish(Peer& peer) {
   }
   const auto ops = peer.ops;
   for (const auto& [id, op] : ops) {
-    if (op->ending != Status::kOk) {
-      end(peer, id, op->ending, op->text);
-    } else {
-      end(peer, id, peer.ops_lost, peer.why);
-    }
+    if (op->ending != Status::kOk) end(peer, id, op->ending, op->text);
   }
+  // Flushes that waited for those alone have what they waited for.
+  while (!peer.ops.empty() && peer.ops.begin()->second->kind == OpKind::kFlush) {
+    end(peer, peer.ops.begin()->first, Status::kOk, {});
+  }
+  while (!peer.ops.empty()) end(peer, peer.ops.begin()->first, peer.ops_lost, peer.why);
   if (peer.up) {
     emit({Event::Kind::kPeerLost, peer.id, 0, peer.lost, peer.why});
     if (leaving_ && !peer.goodbye_heard) said_goodbye_ = false;

@@ -14,7 +14,12 @@
 namespace psrl::link::testing {
 
 std::vector<Transport> transports() {
-  return {{"tcp", [](const EndpointOptions& options) { return make_tcp_endpoint(options); }}};
+  return {
+      {"tcp", [](const EndpointOptions& options) { return make_tcp_endpoint(options); }},
+#ifdef PSRL_WITH_UCX
+      {"ucx", [](const EndpointOptions& options) { return make_ucx_endpoint(options); }},
+#endif
+  };
 }
 
 namespace {
