@@ -42,6 +42,7 @@ class Host(Protocol):
 
     codec: Codec
     hello: Hello
+    supervisors: dict[str, Supervisor]
 
     def supervisor(self, actor: str) -> Supervisor:
         """Raises ActorDied when there is no such actor."""
@@ -134,7 +135,7 @@ class Inbound:
         if id in self._jobs:
             raise WireError(f"request id {id} is in use")
         try:
-            supervisor = self._host.supervisor(call.actor)
+            supervisor = self._host.supervisors.get(call.actor) or self._host.supervisor(call.actor)
             handler = supervisor.handlers.by_tag.get(call.message)
             if handler is None:
                 has = supervisor.handlers.describe()
@@ -169,7 +170,7 @@ class Inbound:
             self._write(failure(id, outcome))
             return
         try:
-            frame = self._host.codec.reply(id, outcome, self._limit)
+            frame = self._host.codec.frame(Reply(id, outcome), self._limit)  # type: ignore[arg-type]
         except WireError as error:
             self._write(failure(id, WireError(f"the reply did not go out: {error}")))
         else:

@@ -23,6 +23,7 @@ from psrl.actor.ref import Send
 from psrl.actor.transport import Address, Connection, NobodyListens, Terms, Unreachable
 from psrl.actor.wire import (
     PROTOCOL,
+    Call,
     Cancel,
     Codec,
     Failure,
@@ -88,7 +89,9 @@ class _Line:
         except (ValueError, RecursionError) as error:
             raise WireError(f"{self._link.address} sent a malformed frame: {error}") from error
         if isinstance(envelope, _ANSWERS):
-            self._settle(envelope.id, envelope)
+            waiter, _ = self._waiting.pop(envelope.id, _NOBODY)
+            if waiter is not None and not waiter.done():  # else its caller has given up
+                waiter.set_result(envelope)
         elif isinstance(envelope, Hello):
             if not self.greeted.done():
                 self.greeted.set_result(envelope)
@@ -105,17 +108,14 @@ class _Line:
         self._alarm.cancel()
         if not self.greeted.done():
             self.greeted.set_exception(ConnectionError(self.lost))
-        for id in list(self._waiting):
-            self._settle(id, None)
+        waiting, self._waiting = self._waiting, {}
+        for waiter, _ in waiting.values():
+            if not waiter.done():
+                waiter.set_result(None)
         self._link.line_lost(self)
 
     def on_pressure(self, paused: bool) -> None:
         self.is_paused = paused
-
-    def _settle(self, id: int, answer: Answer) -> None:
-        waiter, _ = self._waiting.pop(id, _NOBODY)
-        if waiter is not None and not waiter.done():  # else its caller has given up
-            waiter.set_result(answer)
 
     def _sweep(self, time: float) -> float:
         for id in [id for id, (_, deadline) in self._waiting.items() if deadline <= time]:
@@ -139,6 +139,7 @@ class Link:
         self._terms = terms
         self._hello = Hello(PROTOCOL, runtime, os.urandom(12), terms.max_frame_bytes)
         self._ids = itertools.count(1)
+        self._process = os.getpid()
         self._line: _Line | None = None
         self._peer_session: bytes | None = None
         self._dialling: asyncio.Task[_Line] | None = None
@@ -146,24 +147,28 @@ class Link:
         self._watchers: list[tuple[str, Callable[[str], None]]] = []
         self._closed: str | None = None
 
-    def sender(self, actor: str, handler: Handler, timeout_s: float, check: Callable[[], None]) -> Send:
-        """The function that sends `actor` a message of this handler; it calls `check` first. See Channel.sender."""
+    def sender(self, actor: str, handler: Handler, timeout_s: float) -> Send:
+        """The function that sends `actor` a message of this handler, see Channel.sender."""
         tags = {message: tag_of(message) for message in handler.messages}
         where, decode, encode = (
             f"{actor}.{handler.name} at {self.address}",
             handler.reply_decoder.decode,
-            self.codec.call,
+            self.codec.frame,
         )
 
         async def send(message: msgspec.Struct) -> msgspec.Struct | None:
             tag = tags.get(type(message))
             if tag is None:
                 raise handler.wrong_message(message)
-            check()
+            if os.getpid() != self._process:
+                raise RuntimeError(
+                    f"{where}: this connection belongs to process {self._process}; connect after the fork"
+                )
             id, deadline, line = next(self._ids), self.loop.time() + timeout_s, self._line
             answer: Answer = None
             if line is not None and not line.is_paused and timeout_s > 0:  # as mostly
-                waiter = line.ask(id, encode(id, actor, tag, message, timeout_s, line.limit), deadline)
+                frame = encode(Call(id, actor, tag, timeout_s, message), line.limit)  # type: ignore[arg-type]
+                waiter = line.ask(id, frame, deadline)
                 try:
                     answer = await waiter
                 except asyncio.CancelledError:
@@ -185,7 +190,7 @@ class Link:
 
         async def insist(message: msgspec.Struct, tag: str, id: int, deadline: float) -> Reply | Failure | Late:
             def frame(limit: int) -> bytes:
-                return encode(id, actor, tag, message, deadline - self.loop.time(), limit)
+                return encode(Call(id, actor, tag, deadline - self.loop.time(), message), limit)  # type: ignore[arg-type]
 
             try:
                 return await self._ask(id, frame, deadline, handler.idempotent, where)

@@ -70,7 +70,7 @@ class Runtime:
         self.hello = Hello(PROTOCOL, name, os.urandom(12), max_frame_bytes)
         self._terms = Terms(max_frame_bytes, token, host_timeout_s)
         self._on_failure = on_failure
-        self._supervisors: dict[str, Supervisor] = {}
+        self.supervisors: dict[str, Supervisor] = {}
         self._listener: Listener | None = None
         self._inbound: set[Inbound] = set()
         self._links: dict[Address, Link] = {}
@@ -96,15 +96,15 @@ class Runtime:
     def spawn(self, name: str, actor: A, *, mailbox: int = DEFAULT_MAILBOX) -> A:
         """Run `actor` under `name`, with at most `mailbox` calls in hand. Raises ValueError for a name in use."""
         self._check_open()
-        running = self._supervisors.get(name)
+        running = self.supervisors.get(name)
         if running is not None and running.ended is None:
             raise ValueError(f"runtime {self.name} already has an actor {name}")
         if actor._supervisor is not None:
             raise ValueError(f"this {type(actor).__qualname__} already runs as {actor.name}; an actor lives once")
         supervisor = Supervisor(name, actor, mailbox, self._actor_ended)
         actor.name, actor.runtime, actor._supervisor = name, self, supervisor
-        self._supervisors.pop(name, None)
-        self._supervisors[name] = supervisor
+        self.supervisors.pop(name, None)
+        self.supervisors[name] = supervisor
         return self._local(type(actor), supervisor)
 
     async def connect(self, kind: type[A], name: str, address: Address, *, timeout_s: float = 10.0) -> A:
@@ -141,7 +141,7 @@ class Runtime:
         reason = f"runtime {self.name} closed"
         if self._listener is not None:
             self._listener.stop_accepting()
-        for supervisor in reversed(list(self._supervisors.values())):
+        for supervisor in reversed(list(self.supervisors.values())):
             await supervisor.stop(reason, max(0.1, deadline - now()))
         connections = [inbound.connection for inbound in self._inbound]
         for inbound in list(self._inbound):
@@ -160,7 +160,7 @@ class Runtime:
     # Host of inbound connections.
 
     def supervisor(self, actor: str) -> Supervisor:
-        found = self._supervisors.get(actor)
+        found = self.supervisors.get(actor)
         if found is None:
             raise ActorDied(f"runtime {self.name} has no actor {actor}")
         return found
@@ -183,11 +183,11 @@ class Runtime:
 
     async def _own(self, name: str, timeout_s: float) -> Supervisor:
         deadline = now() + timeout_s
-        while name not in self._supervisors:
+        while name not in self.supervisors:
             if now() > deadline:
                 raise CallTimeout(f"{name} was not spawned in {self.name} within {timeout_s:g} s")
             await asyncio.sleep(0.01)
-        return self._supervisors[name]
+        return self.supervisors[name]
 
     def _actor_ended(self, supervisor: Supervisor, error: BaseException | None) -> None:
         assert supervisor.ended is not None
@@ -247,7 +247,7 @@ class _Remote:
         self._runtime, self._link, self._actor = runtime, link, actor
 
     def sender(self, handler: Handler, timeout_s: float) -> Send:
-        return self._link.sender(self._actor, handler, timeout_s, self._runtime.check_process)
+        return self._link.sender(self._actor, handler, timeout_s)
 
     def watch(self, callback: Callable[[str], None]) -> None:
         self._link.watch(self._actor, callback)

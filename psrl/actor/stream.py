@@ -31,16 +31,19 @@ class FrameStream(asyncio.Protocol):
         self._receiver: Receiver | None = None
         self._lost: str | None = None
         self._paused = False
+        self._takes_nothing = False  # reading is paused, also in the middle of what has come
         self._resumed: list[asyncio.Future[None]] = []
         self._flushing: asyncio.TimerHandle | None = None
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self.peer = peer
+        self.write: Callable[[bytes], None] = _discard
 
     # What the socket says.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from asyncio's
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self.write = self._transport.write
         try:
             self._receiver = self._accept(self, self._transport)
         except PermissionError as error:
@@ -52,10 +55,13 @@ class FrameStream(asyncio.Protocol):
             self._early(data)
             return
         try:
-            for frame in self._frames.feed(data):
+            frames = iter(self._frames.feed(data))
+            for frame in frames:
                 receiver.on_frame(frame)
                 if self._receiver is None:
                     return
+                if self._takes_nothing:
+                    self._frames.put_back(frames)
         except WireError as error:
             receiver.on_malformed(error)
             self.close(str(error))
@@ -87,10 +93,6 @@ class FrameStream(asyncio.Protocol):
     def lost(self) -> str | None:
         return self._lost
 
-    def write(self, frame: bytes | bytearray) -> None:
-        if self._lost is None and self._transport is not None:
-            self._transport.write(frame)
-
     async def writable(self) -> None:
         if self._paused and self._lost is None:
             waiter = self._loop.create_future()
@@ -98,12 +100,14 @@ class FrameStream(asyncio.Protocol):
             await waiter
 
     def pause_reading(self, paused: bool) -> None:
-        if self._transport is None or self._lost is not None:
+        if self._transport is None or self._lost is not None or paused == self._takes_nothing:
             return
+        self._takes_nothing = paused
         if paused:
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
+            self._loop.call_soon(self.data_received, b"")  # what had come already
 
     def close(self, reason: str) -> None:
         self._end(reason)
@@ -123,6 +127,7 @@ class FrameStream(asyncio.Protocol):
         if self._lost is not None:
             return
         self._lost = reason
+        self.write = _discard
         self._wake()
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
@@ -133,6 +138,10 @@ class FrameStream(asyncio.Protocol):
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+def _discard(frame: bytes) -> None:
+    """Writes to a connection that is gone."""
 
 
 class SocketListener:

@@ -42,16 +42,17 @@ class Receiver(Protocol):
 
 
 class Connection(Protocol):
-    """One open connection. Writing never blocks; `writable` is where a writer waits for a slow peer."""
+    """One open connection. Writing never blocks; `writable` is where a writer waits for a slow peer.
+
+    `write` queues one frame, length included. It does nothing when the connection is gone.
+    """
 
     peer: str
+    write: Callable[[bytes], None]
 
     @property
     def lost(self) -> str | None:
         """Why the connection is gone, or None while it is open."""
-
-    def write(self, frame: bytes | bytearray) -> None:
-        """Queue one frame, length included. Nothing happens when the connection is gone."""
 
     async def writable(self) -> None:
         """Returns when the write buffer is below its mark, or all is lost. The caller brings the deadline."""

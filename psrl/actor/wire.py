@@ -12,7 +12,7 @@ Deadlines travel as seconds remaining: the two clocks need not agree.
 import asyncio
 import struct
 import traceback
-from typing import cast
+from collections.abc import Iterable
 
 import msgspec
 
@@ -101,17 +101,11 @@ class Codec:
         self.requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
         self.responses: msgspec.msgpack.Decoder[Response] = msgspec.msgpack.Decoder(Response)
 
-    def call(self, id: int, actor: str, tag: str, message: msgspec.Struct, remaining_s: float, limit: int) -> bytes:
-        """The frame of a Call. Raises WireError, also for a message that msgpack cannot hold."""
-        # Encoding takes whatever stands in `body`; only decoding makes it Raw.
-        return self.frame(Call(id, actor, tag, remaining_s, cast(msgspec.Raw, message)), limit)
-
-    def reply(self, id: int, message: msgspec.Struct | None, limit: int) -> bytes:
-        """The frame of a Reply. Raises WireError, also for a message that msgpack cannot hold."""
-        return self.frame(Reply(id, cast(msgspec.Raw, message)), limit)
-
     def frame(self, envelope: Envelope, limit: int) -> bytes:
-        """Length and envelope. Raises WireError when it is over `limit` bytes, or cannot be encoded."""
+        """Length and envelope. Raises WireError when it is over `limit` bytes, or cannot be encoded.
+
+        A Call's or Reply's body may be the message itself: it is encoded in place, and only decoding yields Raw.
+        """
         try:
             encoded = self._encode(envelope)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -161,7 +155,7 @@ def bounded(remaining_s: float) -> float:
 
 
 class Frames:
-    """Cuts a byte stream into frames. Holds at most one incomplete frame."""
+    """Cuts a byte stream into frames. Holds at most one incomplete frame, and what was put back."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -188,3 +182,7 @@ class Frames:
             start = stop
         del buffer[:start]
         return frames
+
+    def put_back(self, frames: Iterable[bytes]) -> None:
+        """Frames that were not taken: the next feed returns them again."""
+        self._buffer[:0] = b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)

@@ -141,6 +141,8 @@ class Counter(Actor):
             raise ConfigError("set `a.b` to 1")
         if message.how == "cancel":
             raise asyncio.CancelledError
+        if message.how == "surrogate":
+            raise ValueError("half a pair: \udc00")
         if message.how == "reply":
             return message  # type: ignore[return-value]
         raise ZeroDivisionError(message.how)
