@@ -79,6 +79,13 @@ bool has_rdma_devices() {
   return ::stat("/dev/infiniband", &info) == 0;
 }
 
+bool puts_by_message(const UcxApi& ucx) {
+  if (const char* choice = std::getenv("PSRL_UCX_PUT")) return std::string_view(choice) == "0";
+  unsigned major = 0, minor = 0, release = 0;
+  ucx.ucp_get_version(&major, &minor, &release);
+  return major == 1 && minor < 16;
+}
+
 Fd make_eventfd() {
   Fd fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!fd)
@@ -126,6 +133,7 @@ auto UcxEndpoint::call(F function) const {
 
 UcxEndpoint::UcxEndpoint(const EndpointOptions& options)
     : ucx_(ucx_api()),
+      by_message_(puts_by_message(ucx_)),
       name_(options.name),
       wake_fd_(make_eventfd()),
       events_fd_(make_eventfd()),
@@ -669,14 +677,7 @@ void UcxEndpoint::step() {
       inbox_.pop_front();
       on_message(peer, bytes);
     }
-    while (!sent_.empty()) {
-      more = true;
-      const auto [id, op] = sent_.front();
-      sent_.pop_front();
-      if (Peer* peer = find_peer(id); peer != nullptr && !peer->cut) {
-        end(*peer, op, Status::kOk, {});
-      }
-    }
+
     while (!progressed_.empty()) {
       more = true;
       Transfer* transfer = progressed_.front();
@@ -689,7 +690,7 @@ void UcxEndpoint::step() {
 }
 
 void UcxEndpoint::block(bool with_tasks) {
-  if (!pending_.empty() || !inbox_.empty() || !sent_.empty() || !progressed_.empty()) return;
+  if (!pending_.empty() || !inbox_.empty() || !progressed_.empty()) return;
   if (with_tasks && !tasks_done()) return;
   // Events that came since the last progress are told by BUSY.
   if (ucx_.ucp_worker_arm(worker_) != UCS_OK) return;

@@ -103,6 +103,7 @@ struct Operation {
   socklen_t num_where = 0;
   // Progress:
   bool asked = false;            // a grant was asked for
+  bool finishing = false;        // all was put, and kEnd sent
   bool remote_writes = false;    // a pull that the peer answers by puts into our memory
   Transfer* transfer = nullptr;  // under way
   Status ending = Status::kOk;   // else: only waits for its memory to be quiet, then ends with this
@@ -219,6 +220,7 @@ class UcxEndpoint final : public Endpoint {
   void on_data(Peer& peer, const Message& message, std::string_view payload);
   void on_pull(Peer& peer, const Message& message);
   void on_end(Peer& peer, const Message& message);
+  void on_chunk(Peer& peer, const Message& message, std::string_view payload);
   void on_cut(Peer& peer, const Message& message);
   void on_cancel(Peer& peer, const Message& message);
   void on_notice(Peer& peer, const std::string& notice);
@@ -233,7 +235,7 @@ class UcxEndpoint final : public Endpoint {
   void settle(Transfer& transfer);
   void end_transfer(Transfer& transfer);
   void note(Transfer* transfer);
-  static void on_chunk(void* request, ucs_status_t status, void* user_data);
+  static void on_chunk_sent(void* request, ucs_status_t status, void* user_data);
 
   // Progress thread: peers (ucx_peer.cpp).
   Peer& add_peer(bool incoming);
@@ -253,7 +255,7 @@ class UcxEndpoint final : public Endpoint {
   void finish(Peer& peer);
   void set_peer_timer(Peer& peer, Deadline deadline);
   void on_peer_timer(Peer& peer);
-  void send(Peer& peer, const Message& message, std::string_view payload = {}, OpId ends = 0);
+  void send(Peer& peer, const Message& message, std::string_view payload = {});
   void be_up(Peer& peer, const std::string& name);
   std::string transports_of(const Peer& peer) const;
   ucp_ep_params_t peer_params();
@@ -266,6 +268,9 @@ class UcxEndpoint final : public Endpoint {
                                         void* data, size_t size, const ucp_am_recv_param_t* param);
 
   const UcxApi& ucx_;
+  // UCX before 1.16 ends the process when a one-sided put meets a dead peer: there, chunks travel
+  // in messages and are copied by their receiver. PSRL_UCX_PUT=0 asks for the same, for tests.
+  const bool by_message_;
   const std::string name_;
   std::string address_;
   ucp_context_h context_ = nullptr;
@@ -304,9 +309,9 @@ class UcxEndpoint final : public Endpoint {
   std::deque<Transfer*> progressed_;
   std::set<PeerId> unsettled_;                    // broken, or being cut
   std::vector<std::unique_ptr<Peer>> abandoned_;  // UCX never gave all of them back
-  std::deque<std::pair<PeerId, OpId>> sent_;      // operations that end with their message
-  bool leaving_ = false;                          // close() was called
-  bool forced_ = false;                           // its deadline is over
+
+  bool leaving_ = false;  // close() was called
+  bool forced_ = false;   // its deadline is over
   Deadline leave_by_;
 };
 

@@ -151,7 +151,7 @@ void UcxEndpoint::on_verdict(Peer& peer, const Message& message, std::string_vie
     return;
   }
   if (message.status != Status::kOk) return end(peer, op->id, message.status, message.text);
-  if (op->asked) return get_or_put(peer, *op);
+  if (op->asked && !op->finishing) return get_or_put(peer, *op);
   if (message.kind == Kind::kPiece) {
     if (payload.size() != op->bytes) {
       return cut(peer, Status::kPeerLost, Status::kPeerLost, "it answered a pull with other bytes");

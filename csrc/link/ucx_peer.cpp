@@ -22,8 +22,7 @@ constexpr auto kReapGrace = 1s;  // for UCX to end what was cut
 struct Outgoing {
   UcxEndpoint* endpoint;
   PeerId peer;
-  OpId ends = 0;
-  std::string bytes;
+  std::string bytes = {};
 };
 
 std::string text_of(const sockaddr_storage& where) {
@@ -159,7 +158,7 @@ void UcxEndpoint::be_up(Peer& peer, const std::string& name) {
   peer.counters.address = peer.address;
   set_peer_timer(peer, Deadline::max());
   const auto transports = transports_of(peer);
-  peer.rdma = gets_over(transports);
+  peer.rdma = !by_message_ && gets_over(transports);
   const std::lock_guard lock(mutex_);
   transports_ = transports;
 }
@@ -191,9 +190,9 @@ std::string UcxEndpoint::transports_of(const Peer& peer) const {
 
 // ---------------------------------------------------------------- messages
 
-void UcxEndpoint::send(Peer& peer, const Message& message, std::string_view payload, OpId ends) {
+void UcxEndpoint::send(Peer& peer, const Message& message, std::string_view payload) {
   if (peer.cut || peer.broken) return;
-  auto* out = new Outgoing{this, peer.id, ends, encode(message)};
+  auto* out = new Outgoing{this, peer.id, encode(message)};
   out->bytes += payload;
   ucp_request_param_t param{};
   param.op_attr_mask =
@@ -210,14 +209,13 @@ void UcxEndpoint::on_sent(void* request, ucs_status_t status, void* user_data) {
   const std::unique_ptr<Outgoing> out(static_cast<Outgoing*>(user_data));
   UcxEndpoint& self = *out->endpoint;
   if (request != nullptr) self.ucx_.ucp_request_free(request);
-  if (status == UCS_OK) {
-    if (out->ends != 0) self.sent_.emplace_back(out->peer, out->ends);
-  } else if (Peer* peer = self.find_peer(out->peer)) {
+  if (Peer* peer = self.find_peer(out->peer); peer != nullptr && status != UCS_OK) {
     self.break_peer(*peer, status);
   }
 }
 
-ucs_status_t UcxEndpoint::on_active_message(void* arg, const void*, size_t, void* data, size_t size,
+ucs_status_t UcxEndpoint::on_active_message(void* arg, const void* header, size_t num_header,
+                                            void* data, size_t size,
                                             const ucp_am_recv_param_t* param) {
   auto& self = *static_cast<UcxEndpoint*>(arg);
   if ((param->recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP) == 0 ||
@@ -226,7 +224,22 @@ ucs_status_t UcxEndpoint::on_active_message(void* arg, const void*, size_t, void
   }
   const auto found = self.peer_of_.find(param->reply_ep);
   if (found == self.peer_of_.end()) return UCS_OK;
-  self.inbox_.emplace_back(found->second, std::string(static_cast<const char*>(data), size));
+  const std::string_view bytes(static_cast<const char*>(data), size);
+  if (num_header == 0) {
+    self.inbox_.emplace_back(found->second, bytes);
+    return UCS_OK;
+  }
+  // A chunk: its bytes are beside the message, and go where they belong at once.
+  Peer& peer = *self.find_peer(found->second);
+  if (peer.cut || peer.broken) return UCS_OK;
+  try {
+    std::string_view rest;
+    const Message message = decode({static_cast<const char*>(header), num_header}, &rest);
+    if (message.kind != Kind::kChunk) throw LinkError("a message in the wrong place");
+    self.on_chunk(peer, message, bytes);
+  } catch (const LinkError&) {
+    self.break_peer(peer, UCS_ERR_INVALID_PARAM);
+  }
   return UCS_OK;
 }
 
@@ -277,6 +290,8 @@ void UcxEndpoint::on_message(Peer& peer, const Message& message, std::string_vie
       return answer(peer, message.op, Status::kOk, {});
     case Kind::kGoodbye:
       return on_goodbye(peer);
+    case Kind::kChunk:
+      throw LinkError("a chunk in the wrong place");
   }
 }
 
@@ -304,7 +319,7 @@ void UcxEndpoint::on_goodbye(Peer& peer) {
   peer.goodbye_heard = true;
   if (!peer.goodbye_said) return say_goodbye_if_done(peer);
   // Ours may still be under way, when both were said at the same time.
-  auto* out = new Outgoing{this, peer.id, 0, {}};
+  auto* out = new Outgoing{this, peer.id};
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
   param.cb.send = &UcxEndpoint::on_parted;
@@ -355,7 +370,7 @@ void UcxEndpoint::cut(Peer& peer, Status lost, Status ops_lost, const std::strin
   peer.why = why;
   unsettled_.insert(peer.id);
   set_peer_timer(peer, Clock::now() + kReapGrace);
-  auto* out = new Outgoing{this, peer.id, 0, {}};
+  auto* out = new Outgoing{this, peer.id};
   ucp_request_param_t param{};
   param.op_attr_mask =
       UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;

@@ -106,8 +106,29 @@ void UcxEndpoint::on_end(Peer& peer, const Message& message) {
     (message.access == WindowAccess::kPut ? peer.counters.bytes_received
                                           : peer.counters.bytes_put) += message.base;
     if (!message.text.empty()) on_notice(peer, message.text);
+    answer(peer, message.op, Status::kOk, {});
   }
   peer.grants.erase(found);
+}
+
+// Called by UCX's callback, to copy straight from its buffer.
+void UcxEndpoint::on_chunk(Peer& peer, const Message& message, std::string_view payload) {
+  std::byte* into = nullptr;
+  if (message.access == WindowAccess::kPut) {
+    const auto grant = peer.grants.find(message.op);
+    if (grant == peer.grants.end()) return;
+    const std::lock_guard lock(memory_mutex_);
+    const auto window = windows_.find(grant->second);
+    if (window == windows_.end()) return;  // withdrawn: the peer is told
+    const auto& [generation, region, offset, length, access] = window->second;
+    if (message.base > length || payload.size() > length - message.base) return;
+    into = region->write(offset + message.base, payload.size());
+  } else {
+    const auto op = peer.ops.find(message.op);
+    if (op == peer.ops.end() || !op->second->remote_writes) return;
+    into = op->second->region->write(message.base, payload.size());
+  }
+  std::memcpy(into, payload.data(), payload.size());
 }
 
 // The owner withdraws the window that our operation uses.

@@ -19,15 +19,16 @@ enum class Kind : uint8_t {
   kWelcome,    // the answer: text = name, or status kRefused and text = why not
   kAsk,        // may `op` put into (or get from) window bytes [pieces[0]]?
   kData,       // a put that is small: pieces of the window and their bytes behind the message
-  kVerdict,    // answer to kAsk, kData, kPull, kNotice: `op` has this status
-  kEnd,        // the granted `op` is done and flushed; text = the notice, if any
-  kAbort,      // the granted `op` was given up; nothing of it is under way any more
-  kCut,        // the window of the granted `op` is withdrawn: stop, then kAbort (or kEnd, if done)
-  kPull,       // put `pieces` of the window to `base` + local offsets under `key`, then kVerdict
-  kPiece,      // answer to a pull that is small: its bytes behind the message
-  kCancel,     // stop the pull `op`, then kVerdict
-  kNotice,     // text, then kVerdict
-  kGoodbye,    // no more operations from here
+  kVerdict,    // answer to kAsk, kData, kEnd, kPull, kNotice: `op` has this status
+  kEnd,        // the granted `op` is done and flushed; text = the notice, if any; then kVerdict
+  kChunk,   // bytes of the granted put, or of the pull, `op`: for offset `base`, behind the message
+  kAbort,   // the granted `op` was given up; nothing of it is under way any more
+  kCut,     // the window of the granted `op` is withdrawn: stop, then kAbort (or kEnd, if done)
+  kPull,    // put `pieces` of the window to `base` + local offsets under `key`, then kVerdict
+  kPiece,   // answer to a pull that is small: its bytes behind the message
+  kCancel,  // stop the pull `op`, then kVerdict
+  kNotice,  // text, then kVerdict
+  kGoodbye,  // no more operations from here
 };
 
 struct Message {
