@@ -340,9 +340,7 @@ TEST_P(LinkContract, NothingIsWrittenAfterWithdraw) {
     std::memset(b.data(), 0, kBytes);
     std::memset(a.data(), 1, kBytes);
     const OpId op = a.put(peer, window, {{0, 0, kBytes}}, "done");
-    volatile std::byte* const early = b.data() + kBytes / 16 * static_cast<size_t>(round);
-    const Deadline deadline = in(kPatience);
-    while (*early == std::byte{0} && Clock::now() < deadline) std::this_thread::yield();
+    b.wait_for_byte(kBytes / 16 * static_cast<size_t>(round));
     b->withdraw(window);
     std::memset(b.data(), 2, kBytes);
     const Event event = a.done(op);
@@ -363,9 +361,7 @@ TEST_P(LinkContract, WithdrawStopsPulls) {
   std::memset(b.data(), 1, kBytes);
   std::memset(a.data(), 0, kBytes);
   const OpId op = a.pull(peer, window, {{0, 0, kBytes}});
-  volatile std::byte* const early = a.data();
-  const Deadline deadline = in(kPatience);
-  while (*early == std::byte{0} && Clock::now() < deadline) std::this_thread::yield();
+  a.wait_for_byte(0);
   b->withdraw(window);
   const Event event = a.done(op);
   EXPECT_TRUE(event.status == Status::kStale || event.status == Status::kOk ||
