@@ -12,6 +12,7 @@
     |- StorageError         shared memory: segment, queue or weight slot
     |  |- ArenaFull         no room for the row; says how much is missing
     |  |- UnknownKey        a key, field or partition is not there
+    |  |- NotReady          fewer rows than asked for were ready by the deadline
     |  |- Revoked           the lease was taken back; start again on the newest version
     |  `- ChecksumMismatch  bytes are not what was committed
     |- LinkError            bulk data to or from another node did not get there; says which peer and why
@@ -78,6 +79,10 @@ class ArenaFull(StorageError):
 
 class UnknownKey(StorageError):
     """A partition, key or field that is not there."""
+
+
+class NotReady(StorageError):
+    """Fewer rows than asked for were ready by the deadline; none was taken."""
 
 
 class Revoked(StorageError):
