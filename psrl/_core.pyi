@@ -140,12 +140,15 @@ class WeightStore:
     def fence(self, epoch: int) -> None:
         """Refuse everything of epochs before `epoch` from now on. Idempotent."""
 
-    def begin(self, epoch: int, version: int, manifest_hash: bytes) -> WeightTicket:
-        """A slot to write `version` into. StaleMessage: older epoch. StorageError: not the next version, or another
-        one of this epoch is unfinished."""
+    def begin(self, epoch: int, version: int, manifest_hash: bytes, *, gap: bool = False) -> WeightTicket:
+        """A slot to write `version` into. StaleMessage: older epoch. StorageError: not the next version (with `gap` any
+        newer one will do), or another one of this epoch is unfinished."""
 
     def put(self, ticket: WeightTicket, offset: int, data: _Array) -> None:
         """Copy contiguous bytes to `offset`; each byte once, ranges of several ranks disjoint. Revoked: slot lost."""
+
+    def put_copies(self, ticket: WeightTicket, data: _Array, copies: npt.NDArray[np.uint64]) -> None:
+        """Copy runs of `data`: rows of `copies` are those of psrl.weights.copies.Copy."""
 
     def checksum(self, ticket: WeightTicket, first: int, count: int) -> None:
         """Compute checksums of some chunks, all of whose bytes are there: seal's work, shared."""
@@ -156,8 +159,14 @@ class WeightStore:
     def abandon(self, slot: int) -> None:
         """Free a slot that was begun and not committed. Idempotent. StorageError if it is committed."""
 
-    def commit(self, epoch: int, version: int, slot: int) -> None:
+    def commit(self, epoch: int, version: int, slot: int, *, gap: bool = False) -> None:
         """Make it the newest version; the head alone does. Idempotent. StaleMessage or StorageError if it cannot be."""
+
+    def checksums(self, slot: int) -> list[int]:
+        """Of each chunk of a sealed or committed slot."""
+
+    def memory_offset(self, slot: int) -> int:
+        """Where the slot's bytes begin in the segment."""
 
     def newest(self) -> CommittedWeights | None: ...
     def acquire(self, client: str, min_version: int, min_epoch: int = 0) -> WeightLease | None:

@@ -63,16 +63,18 @@ def run(spec: RunSpec, name: str) -> None:
 
 async def _links(spec: RunSpec, name: str, blocking: BlockingRuntime, address: UnixAddress) -> TrainerLinks:
     runtime = blocking.runtime
+    segments = SegmentSource(spec.segments_socket)
     queue = await TransferQueue.connect(
         runtime,
         await runtime.connect(QueueController, head.CONTROLLER, address, timeout_s=head.START_TIMEOUT_S),
         await runtime.connect(StorageActor, head.STORAGE, address, timeout_s=head.START_TIMEOUT_S),
-        SegmentSource(spec.segments_socket),
+        segments,
         client=name,
     )
     return TrainerLinks(
         calls=blocking,
         queue=BlockingTransferQueue(queue, blocking),
+        weights=WeightPublisher(WeightStore.open(segments.fetch(WEIGHTS_SEGMENT)), Manifest.decode(spec.manifest)),
         head=None,
         epoch=spec.epoch,
         total_steps=spec.total_steps,
@@ -84,16 +86,15 @@ async def _links(spec: RunSpec, name: str, blocking: BlockingRuntime, address: U
 async def _with_head(
     spec: RunSpec, links: TrainerLinks, blocking: BlockingRuntime, address: UnixAddress, metrics: MetricLogger
 ) -> TrainerLinks:
-    """Rank 0 speaks for all ranks: control, weights, metrics."""
+    """Rank 0 speaks for all ranks: control, metrics."""
     runtime = blocking.runtime
-    store = WeightStore.open(SegmentSource(spec.segments_socket).fetch(WEIGHTS_SEGMENT))
     node = await runtime.connect(Node, head.NODE, address, timeout_s=head.START_TIMEOUT_S)
     return TrainerLinks(
         calls=links.calls,
         queue=links.queue,
+        weights=links.weights,
         head=Head(
             control=await runtime.connect(PSManager, head.MANAGER, address, timeout_s=head.START_TIMEOUT_S),
-            weights=WeightPublisher(store, Manifest.decode(spec.manifest)),
             metrics=RunMetrics(metrics, blocking, node),
         ),
         epoch=links.epoch,
