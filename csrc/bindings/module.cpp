@@ -41,4 +41,5 @@ PYBIND11_MODULE(_core, m) {
   bind_shm(m);
   bind_queue(m);
   bind_weights(m);
+  bind_cuda(m);
 }
