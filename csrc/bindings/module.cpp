@@ -41,6 +41,7 @@ PYBIND11_MODULE(_core, m) {
   bind_shm(m);
   bind_queue(m);
   bind_weights(m);
+  bind_delta(m);
   bind_link(m);
   bind_cuda(m);
 }
