@@ -97,3 +97,23 @@ def test_an_unknown_choice_is_an_error() -> None:
 def test_what_was_loaded_before_stays() -> None:
     first = f"import ctypes; ctypes.CDLL({str(wheel_folder() / 'lib' / 'libucp.so.0')!r})\n"
     assert loaded("system", before=first)[0] == loaded("wheel")[0]
+
+
+@needs_wheel
+def test_the_core_uses_what_was_chosen_and_nothing_before() -> None:
+    """Importing the core loads no UCX; the first ucx endpoint does, and it is the one that PSRL_UCX names."""
+    script = """
+from psrl._core import LinkEndpoint
+assert "libucp" not in open("/proc/self/maps").read()
+try:
+    print(LinkEndpoint("ucx", name="a").description)
+except Exception as error:
+    print(error)
+"""
+    environment = {**os.environ, "PSRL_UCX": "wheel"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    if "built without UCX" in done.stdout:
+        pytest.skip("the core was built without UCX")
+    assert str(wheel_folder().resolve() / "lib" / "libucp.so.0") in done.stdout
