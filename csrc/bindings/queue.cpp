@@ -48,6 +48,16 @@ bool is_scalar(const py::handle& value) {
   return py::isinstance(value, py::module_::import("numpy").attr("generic"));
 }
 
+// NumPy's `dtype.str`, of the types that may be shared; others come out as something that is
+// refused.
+std::string typestring(const py::dtype& type) {
+  const char kind = type.kind();
+  const py::ssize_t size = kind == 'U' ? type.itemsize() / 4 : type.itemsize();
+  const bool has_order = type.itemsize() > 1 && kind != 'S' && kind != 'O' && kind != 'V';
+  const char order = type.byteorder() == '=' ? '<' : type.byteorder();
+  return std::string(1, has_order ? order : '|') + kind + std::to_string(size);
+}
+
 void add_field(Row& row, const std::string& name, const py::handle& value) {
   Field field;
   field.name = name;
@@ -60,7 +70,7 @@ void add_field(Row& row, const std::string& name, const py::handle& value) {
   } else if (py::isinstance<py::array>(value) || is_scalar(value)) {
     auto array = py::array::ensure(value, py::array::c_style);
     if (!array) throw py::error_already_set();
-    field.dtype = array.dtype().attr("str").cast<std::string>();
+    field.dtype = typestring(array.dtype());
     field.shape.assign(array.shape(), array.shape() + array.ndim());
     row.payload.emplace_back(static_cast<const std::byte*>(array.data()),
                              static_cast<size_t>(array.nbytes()));

@@ -4,11 +4,14 @@
 #include <cstring>
 #include <utility>
 
+#include "base/copy.h"
 #include "base/dtype.h"
 #include "base/errors.h"
 
 namespace psrl {
 namespace {
+
+constexpr uint64_t kPastCaches = 1 << 20;  // larger buffers outlast the caches
 
 std::string shape_text(std::span<const uint64_t> shape) {
   std::string text = "(";
@@ -109,8 +112,12 @@ void Packing::copy(Bytes buffer) const {
   for (const PackPart& part : parts_) {
     const ConstBytes bytes = sources_[part.record].bytes;
     if (bytes.empty()) continue;
-    std::memcpy(buffer.data() + part.place, bytes.subspan(part.offset, part.length).data(),
-                part.length);
+    const std::byte* from = bytes.subspan(part.offset, part.length).data();
+    if (num_bytes_ >= kPastCaches) {
+      copy_past_caches(buffer.data() + part.place, from, part.length);
+    } else {
+      std::memcpy(buffer.data() + part.place, from, part.length);
+    }
   }
 }
 

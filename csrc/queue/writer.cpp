@@ -7,10 +7,14 @@
 #include <utility>
 
 #include "base/checksum.h"
+#include "base/copy.h"
 #include "base/errors.h"
 
 namespace psrl {
 namespace {
+
+// Larger records are gone from the caches before anybody reads them.
+constexpr uint64_t kPastCaches = 128 * 1024;
 
 uint64_t wall_ns() {
   timespec now{};
@@ -159,7 +163,12 @@ std::optional<PendingRecord> QueueWriter::begin(const Description& description, 
       throw StorageError("field " + field.name + ": " + std::to_string(payload[i].size()) +
                          " bytes were given, its shape needs " + std::to_string(field.nbytes));
     }
-    if (field.nbytes > 0) std::memcpy(record + field.offset, payload[i].data(), field.nbytes);
+    if (field.nbytes == 0) continue;
+    if (length >= kPastCaches) {
+      copy_past_caches(record + field.offset, payload[i].data(), field.nbytes);
+    } else {
+      std::memcpy(record + field.offset, payload[i].data(), field.nbytes);
+    }
   }
   return pending;
 }
