@@ -13,8 +13,11 @@
 namespace psrl::link::tcp {
 namespace {
 
-constexpr uint64_t kShareBytes = 4 * kChunkBytes;  // of one write(), then others have a turn
-constexpr size_t kMaxBatchParts = 400;             // with one more frame still below IOV_MAX
+constexpr uint64_t kShareBytes = 4 << 20;  // of one write(), then others have a turn
+constexpr uint64_t kLeastFrameBytes = 256 << 10;
+constexpr auto kShortFrame = std::chrono::milliseconds(1),
+               kLongFrame = std::chrono::milliseconds(4);
+constexpr size_t kMaxBatchParts = 400;  // with one more frame still below IOV_MAX
 std::array<char, 64 << 10> zeros;
 
 }  // namespace
@@ -51,7 +54,7 @@ void Outbox::serve(uint64_t id, WindowPtr window, std::vector<Range> ranges) {
 }
 
 void Outbox::start(Transfer& transfer) {
-  (transfer.total <= kChunkBytes ? small_ : large_).push_back(&transfer);
+  (transfer.total <= kSmallBytes ? small_ : large_).push_back(&transfer);
 }
 
 void Outbox::ended(OpId id) {
@@ -153,7 +156,7 @@ void Outbox::add_frame(Transfer& transfer) {
   std::vector<iovec> payload;
   uint64_t bytes = 0;
   while (transfer.index < transfer.num_parts() && ranges.size() < kMaxRanges &&
-         bytes < kChunkBytes) {
+         bytes < frame_bytes_) {
     uint64_t offset = 0, length = 0;
     const std::byte* data = nullptr;
     if (transfer.served()) {
@@ -165,7 +168,7 @@ void Outbox::add_frame(Transfer& transfer) {
       offset = piece.remote_offset, length = piece.length;
       data = transfer.put->region->const_bytes.data() + piece.local_offset;
     }
-    const uint64_t taken = std::min(length - transfer.within, kChunkBytes - bytes);
+    const uint64_t taken = std::min(length - transfer.within, frame_bytes_ - bytes);
     ranges.push_back({offset + transfer.within, taken});
     payload.push_back({const_cast<std::byte*>(data) + transfer.within, taken});
     bytes += taken;
@@ -201,18 +204,25 @@ void Outbox::add_frame(Transfer& transfer) {
 }
 
 // The next batch; false: there is nothing to send.
-bool Outbox::fill() {
+bool Outbox::fill(int socket) {
+  if (unsent_bytes_ != frame_bytes_) limit_unsent(socket, unsent_bytes_ = frame_bytes_);
   take_notices();
   if (!control_.empty()) add(std::exchange(control_, {}), {});
-  while (batch_bytes_ < kChunkBytes && iov_.size() < kMaxBatchParts) {
+  while (batch_bytes_ < frame_bytes_ && iov_.size() < kMaxBatchParts) {
     Transfer* const transfer = next_transfer();
     if (transfer == nullptr) break;
     add_frame(*transfer);
   }
+  batch_begun_ = Clock::now();
   return !iov_.empty();
 }
 
 void Outbox::finish_batch() {
+  if (batch_bytes_ >= frame_bytes_) {  // else it says little
+    const auto took = Clock::now() - batch_begun_;
+    if (took < kShortFrame) frame_bytes_ = std::min(2 * frame_bytes_, kMaxPayloadBytes);
+    if (took > kLongFrame) frame_bytes_ = std::max(frame_bytes_ / 2, kLeastFrameBytes);
+  }
   for (const Transfer* transfer : batch_done_) {
     if (transfer->served()) {
       served_.erase(transfer->id);
@@ -244,7 +254,7 @@ Outbox::Written Outbox::write(int socket) {
   for (uint64_t sent = 0; sent < kShareBytes;) {
     if (cursor_ == iov_.size()) {
       finish_batch();
-      if (!fill()) return Written::kAll;
+      if (!fill(socket)) return Written::kAll;
     }
     std::unique_lock<std::mutex> touching;
     if (!served_.empty()) {

@@ -1,9 +1,11 @@
 // What one connection has still to send, and in which order.
 //
 // Control frames (acknowledgements, requests, notices) go first, at the next frame's boundary. Data
-// goes in frames of at most kChunkBytes, straight from its region: small transfers and large ones
-// take turns, and of the large ones two at a time, so that nothing waits for the end of something
-// big and a sequence of large ones still arrives in sequence.
+// goes in frames straight from its region: small transfers and large ones take turns, and of the
+// large ones two at a time, so that nothing waits for the end of something big and a sequence of
+// large ones still arrives in sequence. A frame is as large as goes out within a few ms, and the
+// kernel is given no more than that in advance: large enough to cost little, and what waits for its
+// turn does not wait long, on any link.
 //
 // A transfer that is dropped in the middle of a frame is padded with zeros up to the frame's end:
 // the stream keeps its place, the memory is not touched any more, and the peer is told not to
@@ -25,8 +27,7 @@
 
 namespace psrl::link::tcp {
 
-inline constexpr uint64_t kChunkBytes = 1 << 20;
-static_assert(kChunkBytes <= kMaxPayloadBytes);
+inline constexpr uint64_t kSmallBytes = 1 << 20;  // the most of a small transfer
 // Puts and notices on their way or unacknowledged; more wait here. Bounds what a peer has to
 // remember to acknowledge.
 inline constexpr size_t kMaxInFlight = 1024;
@@ -90,7 +91,7 @@ class Outbox {
   void admit(const Op& op);
   void start(Transfer& transfer);
   void drop(Transfer& transfer);
-  bool fill();
+  bool fill(int socket);
   void take_notices();
   Transfer* next_transfer();
   void add_frame(Transfer& transfer);
@@ -116,6 +117,9 @@ class Outbox {
   size_t cursor_ = 0;      // the first that is not wholly sent
   std::deque<std::string> texts_;
   uint64_t batch_bytes_ = 0;
+  uint64_t frame_bytes_ = kSmallBytes;  // the most of the next one
+  uint64_t unsent_bytes_ = 0;           // ... and of what the kernel takes in advance
+  Clock::time_point batch_begun_;
   std::vector<Transfer*> batch_done_;  // end with this batch
   uint64_t data_bytes_ = 0;
 };

@@ -117,6 +117,10 @@ void tune(int socket) {
   set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, kUnansweredMs);
 }
 
+void limit_unsent(int socket, uint64_t bytes) {
+  set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, static_cast<int>(bytes));
+}
+
 SocketAddress local_address(int socket) {
   SocketAddress address;
   address.length = sizeof(address.storage);

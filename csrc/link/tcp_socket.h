@@ -3,6 +3,7 @@
 
 #include <sys/socket.h>
 
+#include <cstdint>
 #include <string>
 
 #include "base/fd.h"
@@ -29,6 +30,9 @@ Fd begin_connect(const SocketAddress& address);
 
 // Small frames leave at once; a host that is gone is noticed.
 void tune(int socket);
+
+// How much the kernel takes before it is sent.
+void limit_unsent(int socket, uint64_t bytes);
 
 SocketAddress local_address(int socket);
 SocketAddress peer_address(int socket);
