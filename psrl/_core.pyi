@@ -109,6 +109,9 @@ class WeightSlot:
     def leases(self) -> int: ...
     @property
     def newest(self) -> bool: ...
+    @property
+    def received(self) -> bool:
+        """Begun for bytes that come from another node."""
 
 class CommittedWeights:
     @property
@@ -164,6 +167,12 @@ class WeightStore:
 
     def checksums(self, slot: int) -> list[int]:
         """Of each chunk of a sealed or committed slot."""
+
+    def memory(self, ticket: WeightTicket) -> npt.NDArray[np.uint8]:
+        """The slot's bytes, to be written in place, uint8 [data_bytes]."""
+
+    def arrived(self, ticket: WeightTicket, num_bytes: int, checksums: list[int]) -> None:
+        """Count bytes that were written in place, and note all chunks' checksums, if they are known."""
 
     def memory_offset(self, slot: int) -> int:
         """Where the slot's bytes begin in the segment."""
@@ -350,6 +359,9 @@ class QueueRecord:
         """ChecksumMismatch if the description makes no sense."""
 
     def description(self) -> bytes: ...
+    def fields(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int, int]]:
+        """name, dtype, shape, offset in the record, bytes."""
+
     def place_in(self, segment: Segment) -> int:
         """Its offset in the segment that it is read from."""
 
@@ -377,6 +389,90 @@ class Packing:
 
     def parts(self, first: int, end: int) -> npt.NDArray[np.int64]:
         """Of the records from `first` to `end` that are elsewhere: [N, 4] record, offset in it, length, place."""
+
+class RelaySuccessor:
+    @property
+    def name(self) -> str: ...
+    @property
+    def wanted(self) -> int:
+        """Units that are to be put there."""
+
+    @property
+    def arrived(self) -> int: ...
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def problem(self) -> str:
+        """Why nothing is put there any more."""
+
+class RelayProgress:
+    @property
+    def num_units(self) -> int: ...
+    @property
+    def have(self) -> int: ...
+    @property
+    def have_bytes(self) -> int: ...
+    @property
+    def damaged(self) -> int: ...
+    @property
+    def in_flight(self) -> int:
+        """Operations that have not ended yet."""
+
+    @property
+    def idle_s(self) -> float:
+        """Since a unit arrived here or at a successor."""
+
+    @property
+    def problem(self) -> str:
+        """Why the transfer cannot go on at this node."""
+
+    @property
+    def complete(self) -> bool: ...
+    @property
+    def successors(self) -> list[RelaySuccessor]: ...
+
+class WeightRelay:
+    """One transfer at one node: csrc/weights/relay.h. Units come from predecessors and go on to successors, on the
+    link's thread. `have` and `has` are one byte for each unit, 1 for those that are there."""
+
+    def __init__(
+        self,
+        endpoint: LinkEndpoint,
+        region: LinkRegion,
+        offset: int,
+        length: int,
+        *,
+        transfer: int,
+        units: npt.NDArray[np.uint64],
+        chunk_bytes: int,
+        expected: list[int],
+        have: bytes,
+        max_in_flight: int,
+        put_timeout_s: float,
+        lease: tuple[WeightStore, WeightLease] | None = None,
+    ) -> None:
+        """`units`: rows (unit, offset, length). With a lease nothing is sent after it was revoked."""
+
+    def open_window(self, key: str) -> bytes:
+        """An advert for one predecessor; the window of the same key before is closed."""
+
+    def close_window(self, key: str) -> None: ...
+    def send_to(self, name: str, peer: int, into: bytes, first: int, end: int, has: bytes) -> None:
+        """Put units `first` to `end` there as they come, but those that it has. What was sent under this name is
+        replaced."""
+
+    def stop_sending(self, name: str) -> None: ...
+    def have(self) -> bytes: ...
+    def progress(self) -> RelayProgress: ...
+    @property
+    def fd(self) -> int:
+        """An eventfd: readable when there is a problem or all has come, here or at a successor."""
+
+    def seal(self, store: WeightStore, ticket: WeightTicket, expected_bytes: int) -> None:
+        """Close the slot that was filled: takes over the sums that were compared, computes the others."""
+
+    def close(self) -> None:
+        """Nothing is put and nothing arrives any more. Idempotent."""
 
 class LinkRegion:
     """Memory that a link may touch; see LinkEndpoint.add_region."""

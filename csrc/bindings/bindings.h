@@ -3,6 +3,10 @@
 
 #include <pybind11/pybind11.h>
 
+namespace psrl::link {
+class Endpoint;
+}
+
 namespace psrl::bindings {
 
 namespace py = pybind11;
@@ -10,8 +14,12 @@ namespace py = pybind11;
 void bind_shm(py::module_& m);
 void bind_queue(py::module_& m);
 void bind_weights(py::module_& m);
+void bind_relay(py::module_& m);
 void bind_delta(py::module_& m);
 void bind_link(py::module_& m);
 void bind_cuda(py::module_& m);
+
+// What a LinkEndpoint of Python is about. Raises TypeError for other objects.
+link::Endpoint& endpoint_of(const py::object& endpoint);
 
 }  // namespace psrl::bindings

@@ -146,9 +146,15 @@ const char* name_of(Status status) {
   return "";
 }
 
+// What a peer says of itself need not be UTF-8.
+py::str text_of(const std::string& bytes) {
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
+}
+
 py::dict as_dict(const PeerCounters& peer) {
   py::dict counts;
-  counts["name"] = peer.name;
+  counts["name"] = text_of(peer.name);
   counts["address"] = peer.address;
   counts["bytes_put"] = peer.bytes_put;
   counts["bytes_received"] = peer.bytes_received;
@@ -160,6 +166,10 @@ py::dict as_dict(const PeerCounters& peer) {
 }
 
 }  // namespace
+
+Endpoint& endpoint_of(const py::object& endpoint) {
+  return *endpoint.cast<LinkEndpoint&>().endpoint;
+}
 
 void bind_link(py::module_& m) {
   py::class_<Region, RegionPtr>(m, "LinkRegion")

@@ -43,5 +43,6 @@ PYBIND11_MODULE(_core, m) {
   bind_weights(m);
   bind_delta(m);
   bind_link(m);
+  bind_relay(m);
   bind_cuda(m);
 }

@@ -1,4 +1,5 @@
 // The sample queue for Python: arrays in, read-only arrays out, refs as plain tuples.
+#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
@@ -45,7 +46,10 @@ struct Row {
 };
 
 bool is_scalar(const py::handle& value) {
-  return py::isinstance(value, py::module_::import("numpy").attr("generic"));
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> generic;
+  generic.call_once_and_store_result(
+      [] { return py::object(py::module_::import("numpy").attr("generic")); });
+  return py::isinstance(value, generic.get_stored());
 }
 
 // NumPy's `dtype.str`, of the types that may be shared; others come out as something that is
@@ -314,6 +318,16 @@ void bind_packing(py::module_& m) {
       .def_static("elsewhere", &open_elsewhere, py::arg("description"), py::arg("length"))
       .def("description",
            [](const Opened& record) { return py::bytes(encode(record.source.description)); })
+      .def("fields",
+           [](const Opened& record) {
+             py::list fields;
+             for (const Field& field : record.source.description.fields) {
+               const py::tuple shape = py::cast(field.shape);
+               fields.append(py::make_tuple(field.name, py::dtype(field.dtype), shape, field.offset,
+                                            field.nbytes));
+             }
+             return fields;
+           })
       .def_readonly("length", &Opened::length)
       .def("place_in", [](const Opened& record, const Segment& segment) {
         return static_cast<uint64_t>(record.source.bytes.data() - segment.const_bytes().data());

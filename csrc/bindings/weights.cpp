@@ -81,6 +81,14 @@ py::array view(const WeightStore& store, const Lease& lease) {
   return {py::dtype::of<uint8_t>(), {bytes.size()}, {1}, bytes.data(), base};
 }
 
+// uint8 view of the slot that is being written.
+py::array memory(const WeightStore& store, const Ticket& ticket) {
+  const Bytes bytes = store.memory(ticket);
+  const py::capsule base(new WeightStore(store),
+                         [](void* held) { delete static_cast<WeightStore*>(held); });
+  return py::array(py::dtype::of<uint8_t>(), {bytes.size()}, {1}, bytes.data(), base);
+}
+
 weights::Follows follows(bool gap) {
   return gap ? weights::Follows::kAny : weights::Follows::kNext;
 }
@@ -127,7 +135,8 @@ void bind_values(py::module_& m) {
       .def_readonly("version", &SlotInfo::version)
       .def_readonly("written", &SlotInfo::written)
       .def_readonly("leases", &SlotInfo::leases)
-      .def_readonly("newest", &SlotInfo::newest);
+      .def_readonly("newest", &SlotInfo::newest)
+      .def_readonly("received", &SlotInfo::received);
   py::class_<weights::Committed>(m, "CommittedWeights")
       .def_readonly("epoch", &weights::Committed::epoch)
       .def_readonly("version", &weights::Committed::version)
@@ -163,6 +172,12 @@ void bind_weights(py::module_& m) {
           py::arg("gap") = false)
       .def("put", &put, py::arg("ticket"), py::arg("offset"), py::arg("data"))
       .def("put_copies", &put_copies, py::arg("ticket"), py::arg("data"), py::arg("copies"))
+      .def("memory", &memory, py::arg("ticket"))
+      .def(
+          "arrived",
+          [](WeightStore& store, const Ticket& ticket, uint64_t num_bytes,
+             const std::vector<uint32_t>& sums) { store.arrived(ticket, num_bytes, sums); },
+          py::arg("ticket"), py::arg("num_bytes"), py::arg("checksums"))
       .def("memory_offset", &WeightStore::memory_offset, py::arg("slot"))
       .def("checksums", &WeightStore::checksums, py::arg("slot"))
       .def("checksum", &WeightStore::checksum, py::arg("ticket"), py::arg("first"),

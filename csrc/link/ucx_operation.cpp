@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "base/errors.h"
+
 #include "link/ucx_endpoint.h"
 
 namespace psrl::link::ucx {
@@ -151,10 +153,14 @@ void UcxEndpoint::on_verdict(Peer& peer, const Message& message, std::string_vie
     return;
   }
   if (message.status != Status::kOk) return end(peer, op->id, message.status, message.text);
+  const bool wants_bytes = op->kind == OpKind::kPull && !op->asked && !op->remote_writes;
+  if (op->kind == OpKind::kFlush || wants_bytes != (message.kind == Kind::kPiece)) {
+    throw LinkError("an answer to something else");
+  }
   if (op->asked && !op->finishing) return get_or_put(peer, *op);
   if (message.kind == Kind::kPiece) {
     if (payload.size() != op->bytes) {
-      return cut(peer, Status::kPeerLost, Status::kPeerLost, "it answered a pull with other bytes");
+      throw LinkError("other bytes than were pulled");
     }
     for (const auto& piece : op->pieces) {
       std::memcpy(op->region->write(piece.local_offset, piece.length), payload.data(),

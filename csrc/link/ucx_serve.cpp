@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "base/errors.h"
+
 #include "link/ucx_endpoint.h"
 
 namespace psrl::link::ucx {
@@ -51,7 +53,7 @@ void UcxEndpoint::on_data(Peer& peer, const Message& message, std::string_view p
     uint64_t bytes = 0;
     for (const auto& piece : message.pieces) {
       if (piece.length > payload.size()) {
-        return cut(peer, Status::kPeerLost, Status::kPeerLost, "it sent fewer bytes than it said");
+        throw LinkError("fewer bytes than it says");
       }
       std::memcpy(window.region->write(window.offset + piece.remote_offset, piece.length),
                   payload.data(), piece.length);
@@ -75,7 +77,7 @@ void UcxEndpoint::on_pull(Peer& peer, const Message& message) {
       const auto* bytes = window.region->read(window.offset + piece.remote_offset, piece.length);
       payload.append(reinterpret_cast<const char*>(bytes), piece.length);
       if (payload.size() > kInlineBytes) {
-        return cut(peer, Status::kPeerLost, Status::kPeerLost, "it pulled too much at once");
+        throw LinkError("a small pull of too much");
       }
     }
     peer.counters.bytes_put += payload.size();
@@ -91,7 +93,6 @@ void UcxEndpoint::on_pull(Peer& peer, const Message& message) {
     transfer->pieces.push_back({.local_offset = window.offset + piece.remote_offset,
                                 .remote_offset = piece.local_offset,
                                 .length = piece.length});
-    transfer->bytes += piece.length;
   }
   if (begin_transfer(peer, std::move(transfer), message.key) == nullptr) {
     return answer(peer, message.op, Status::kRefused, "UCX cannot use the puller's key");

@@ -1,14 +1,20 @@
 // One-sided copies in chunks: a few in flight for each peer, then a flush.
 #ifdef PSRL_WITH_UCX
 
+#include <algorithm>
+
 #include "link/ucx_endpoint.h"
 
 namespace psrl::link::ucx {
 namespace {
 
 constexpr uint64_t kChunkBytes = 1 << 20;
-constexpr uint64_t kBytesInFlight = 4 << 20;  // of one peer
-constexpr unsigned kChunksInFlight = 64;      // of one transfer
+constexpr uint64_t kSmallBytes = 1 << 20;  // transfers that need not wait for larger ones
+constexpr unsigned kChunksInFlight = 64;   // of one transfer
+// Of one peer. What is in flight keeps messages waiting, so on sockets, which queue as much again,
+// it is no more than keeps them busy.
+constexpr uint64_t kBytesInFlight = 2 << 20;
+constexpr uint64_t kBytesInFlightOverRdma = 8 << 20;
 
 // One request of UCX.
 struct Chunk {
@@ -29,7 +35,11 @@ Transfer* UcxEndpoint::begin_transfer(Peer& peer, std::unique_ptr<Transfer> tran
   transfer->peer = &peer;
   Transfer* started = transfer.get();
   peer.transfers.emplace(started, std::move(transfer));
-  peer.sending.push_back(started);
+  for (const auto& piece : started->pieces) started->bytes += piece.length;
+  const auto is_large = [](const Transfer* other) { return other->bytes > kSmallBytes; };
+  const auto before =
+      is_large(started) ? peer.sending.end() : std::ranges::find_if(peer.sending, is_large);
+  peer.sending.insert(before, started);
   return started;
 }
 
@@ -41,12 +51,13 @@ void UcxEndpoint::stop_transfer(Transfer& transfer, Status status, const std::st
   note(&transfer);
 }
 
-// Sends what may be in flight, oldest first.
+// Sends what may be in flight, in order.
 void UcxEndpoint::pump(Peer& peer) {
+  const uint64_t limit = peer.rdma ? kBytesInFlightOverRdma : kBytesInFlight;
   while (!peer.sending.empty() && !peer.cut && !peer.broken) {
     Transfer& transfer = *peer.sending.front();
     while (!transfer.sent()) {
-      if (peer.bytes_in_flight >= kBytesInFlight || transfer.in_flight >= kChunksInFlight) return;
+      if (peer.bytes_in_flight >= limit || transfer.in_flight >= kChunksInFlight) return;
       if (!post_chunk(transfer)) return;
     }
     peer.sending.pop_front();

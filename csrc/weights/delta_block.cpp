@@ -19,7 +19,6 @@
 namespace psrl::weights {
 namespace {
 
-using delta::apply_step;
 using delta::ChangeDecoder;
 using delta::ChangeEncoder;
 using delta::flipped;
@@ -152,21 +151,30 @@ size_t compare(ConstBytes base, ConstBytes next, uint32_t first, uint32_t* place
 
 // --- Applying ------------------------------------------------------------------------------------
 
-// A chunk in the making. Each tile is copied from the base, changed, summed and written out while
-// it is in the first cache; what is written goes past the caches, as in a large memcpy.
+// A chunk in the making. Each tile is copied from the base, changed and summed while it is in the
+// first cache; what is done goes past the caches, as in a large memcpy. Memory would stand still
+// while changes are decoded, so `meanwhile` lets it write the last tile and fetch the next one.
 class Chunk {
  public:
   Chunk(ConstBytes base, Bytes out, uint32_t index)
       : base_(base), out_(out), checksum_(index), size_(std::min(kTile, base.size())) {
-    std::memcpy(tile_.data(), base_.data(), size_);
+    std::memcpy(tile_, base_.data(), size_);
+    ahead_ = base_.data() + size_;
   }
 
   // Where the byte at `offset` is while it can be changed; tiles before its own are done with.
   std::byte* at(size_t offset) {
     while (offset >= end()) turn();
-    return tile_.data() + (offset - begin_);
+    return tile_ + (offset - begin_);
   }
   size_t end() const { return begin_ + size_; }  // of the tile
+  [[gnu::always_inline]] void meanwhile() {
+    if (written_ == begin_) return;
+    write_lines(2);
+    __builtin_prefetch(ahead_, 0, 2);
+    __builtin_prefetch(ahead_ + kLine, 0, 2);
+    ahead_ += 2 * kLine;
+  }
   void plain(size_t offset, ConstBytes bytes) {
     while (!bytes.empty()) {
       std::byte* const to = at(offset);
@@ -179,61 +187,81 @@ class Chunk {
   // Writes what is left; returns the checksum of all.
   uint32_t finish() {
     while (begin_ < base_.size()) turn();
-    written();
+    write_lines((begin_ - written_) / kLine);
+    fence();
     return checksum_;
   }
 
  private:
-  static constexpr size_t kTile = size_t{24} << 10;  // two strides of crc32c
+  static constexpr size_t kTile = size_t{12} << 10;  // a stride of crc32c
+  static constexpr size_t kLine = kAlignment;        // chunks are multiples of it
+  static_assert(kTile % (2 * kLine) == 0);           // tiles are written two lines at a time
 
   void turn() {
-    checksum_ = crc32c({tile_.data(), size_}, checksum_);
-    write();
+    checksum_ = crc32c({tile_, size_}, checksum_);
+    write_lines((begin_ - written_) / kLine);
+    std::swap(tile_, done_);
     begin_ += size_;
     size_ = std::min(kTile, base_.size() - begin_);
-    std::memcpy(tile_.data(), base_.data() + begin_, size_);
+    std::memcpy(tile_, base_.data() + begin_, size_);
+    ahead_ = base_.data() + end();
   }
 
+  // The next lines of the tile before this one.
+  [[gnu::always_inline]] void write_lines(size_t count) {
+    const std::byte* from = done_ + written_ % kTile;
+    std::byte* to = out_.data() + written_;
+    written_ += count * kLine;
 #if defined(__x86_64__)
-  void write() {
-    std::byte* const to = out_.data() + begin_;
-    if (reinterpret_cast<uintptr_t>(to) % kLine != 0) {
-      std::memcpy(to, tile_.data(), size_);
+    if (streams_) {
+      for (; count > 0; --count, from += kLine, to += kLine) {
+        for (size_t i = 0; i < kLine; i += sizeof(__m128i)) {
+          _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                           _mm_load_si128(reinterpret_cast<const __m128i*>(from + i)));
+        }
+      }
       return;
     }
-    for (size_t at = 0; at < size_; at += kLine) {  // chunks are multiples of a line
-      const auto* from = reinterpret_cast<const __m128i*>(tile_.data() + at);
-      auto* line = reinterpret_cast<__m128i*>(to + at);
-      for (size_t i = 0; i < kLine / sizeof(__m128i); ++i) {
-        _mm_stream_si128(line + i, _mm_load_si128(from + i));
-      }
-    }
-  }
-  void written() { _mm_sfence(); }  // before anyone is told that the bytes are there
-#else
-  void write() { std::memcpy(out_.data() + begin_, tile_.data(), size_); }
-  void written() {}
 #endif
+    std::memcpy(to, from, count * kLine);
+  }
+  static void fence() {  // before anyone is told that the bytes are there
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+  }
 
-  static constexpr size_t kLine = kAlignment;
-  alignas(kLine) std::array<std::byte, kTile> tile_;
+  alignas(kLine) std::array<std::byte, 2 * kTile> tiles_;
+  std::byte* tile_ = tiles_.data();
+  std::byte* done_ = tiles_.data() + kTile;  // the tile before
   ConstBytes base_;
   Bytes out_;
+  const std::byte* ahead_;
   uint32_t checksum_;
+  bool streams_ = reinterpret_cast<uintptr_t>(out_.data()) % kLine == 0;
+  size_t written_ = 0;
   size_t begin_ = 0;
   size_t size_;
+};
+
+template <class Word>
+struct SectionTarget {
+  delta::Window move_to(uint64_t place) {
+    const size_t offset = begin + place * sizeof(Word);
+    std::byte* const item = chunk.at(offset);
+    return {item - place * sizeof(Word), place + (chunk.end() - offset) / sizeof(Word)};
+  }
+  [[gnu::always_inline]] void meanwhile() { chunk.meanwhile(); }
+  Chunk& chunk;
+  size_t begin;
 };
 
 void apply_changes(const Section& section, ConstBytes& body, Chunk& chunk) {
   const ChangeDecoder decoder(body);
   dispatch(section.item, [&](auto word) {
     using Word = decltype(word);
-    decoder.apply<Word>(section.size / sizeof(Word), [&](uint64_t place) {
-      const size_t offset = section.begin + place * sizeof(Word);
-      std::byte* const item = chunk.at(offset);
-      return delta::Window{item - place * sizeof(Word),
-                           place + (chunk.end() - offset) / sizeof(Word)};
-    });
+    SectionTarget<Word> target{chunk, section.begin};
+    decoder.apply<Word>(section.size / sizeof(Word), target);
   });
 }
 
@@ -424,7 +452,9 @@ uint32_t BlockEncoder::encode(uint32_t block, const Changes& changes, ConstBytes
       using Word = decltype(word);
       std::byte* const items = next.data() + section.begin;
       for (size_t i = 0; i < steps.size(); ++i) {
-        apply_step<Word>(items + places[i] * sizeof(Word), steps[i]);
+        std::byte* const item = items + places[i] * sizeof(Word);
+        const Word word = delta::stepped(load<Word>(item), static_cast<uint32_t>(steps[i]));
+        std::memcpy(item, &word, sizeof(Word));
       }
     });
     finish_section(encoder, ConstBytes(next).subspan(section.begin, section.size), out);

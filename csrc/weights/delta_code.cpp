@@ -129,30 +129,28 @@ constexpr uint32_t kSymbolMask = (1U << kSymbolBits) - 1;
 static_assert(kSymbols <= kSymbolMask);
 constexpr uint32_t kFirstLong = (kStepClasses - 1) * kGapBuckets;
 
-uint32_t size_of(int32_t step) {
-  const uint32_t negative = 0 - (static_cast<uint32_t>(step) >> 31);
-  return (static_cast<uint32_t>(step) ^ negative) - negative;
-}
-
 // Turns gaps into records, without branches, so that compilers make vector code of it: a float's
 // exponent and top two fraction bits are the bucket, as gaps have few enough bits to be exact.
-[[gnu::always_inline]] inline void make_records(const int32_t* steps, uint32_t* record,
-                                                size_t count) {
+[[gnu::always_inline]] inline void make_records(const int32_t* __restrict steps,
+                                                uint32_t* __restrict records,
+                                                uint32_t* __restrict sizes, size_t count) {
   for (size_t i = 0; i < count; ++i) {
-    const uint32_t gap = record[i] + GapBucket::kBias;
+    const uint32_t gap = records[i] + GapBucket::kBias;
     const auto exact = std::bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(gap)));
     const uint32_t bucket = (exact >> 21) - ((127 + 2) << 2);
     const uint32_t raw = gap & ~(~0U << (bucket >> 2));
-    const uint32_t reach = std::min(size_of(steps[i]), kStepClasses) - 1;
     const uint32_t negative = static_cast<uint32_t>(steps[i]) >> 31;
-    record[i] = (reach * kGapBuckets + bucket) | (raw << 1 | negative) << kSymbolBits;
+    const uint32_t size = (static_cast<uint32_t>(steps[i]) ^ (0 - negative)) + negative;
+    const uint32_t reach = std::min(size, kStepClasses) - 1;
+    records[i] = (reach * kGapBuckets + bucket) | (raw << 1 | negative) << kSymbolBits;
+    sizes[i] = size;
   }
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2"))) void make_records_avx2(const int32_t* steps, uint32_t* record,
-                                                       size_t count) {
-  make_records(steps, record, count);
+__attribute__((target("avx2"))) void make_records_avx2(const int32_t* steps, uint32_t* records,
+                                                       uint32_t* sizes, size_t count) {
+  make_records(steps, records, sizes, count);
 }
 #endif
 
@@ -223,46 +221,44 @@ uint32_t take_varint(ConstBytes& in) {
 
 void ChangeEncoder::add(std::span<const uint32_t> places, std::span<const int32_t> steps) {
   const size_t count = places.size();
-  if (records_.size() < count_ + count) records_.resize(2 * (count_ + count));
-  if (long_.size() < num_long_ + count + 1) long_.resize(2 * (num_long_ + count + 1));
-  uint32_t* const record = records_.data() + count_;
-  if (count > 0) record[0] = places[0] - next_;
-  for (size_t i = 1; i < count; ++i) record[i] = places[i] - places[i - 1] - 1;
+  if (count == 0) return;
+  if (records_.size() < count_ + count) {
+    records_.resize(2 * (count_ + count));
+    sizes_.resize(records_.size());
+  }
+  uint32_t* const records = records_.data() + count_;
+  uint32_t* const sizes = sizes_.data() + count_;
+  records[0] = places[0] - next_;
+  for (size_t i = 1; i < count; ++i) records[i] = places[i] - places[i - 1] - 1;
 #if defined(__x86_64__)
   static const bool avx2 = __builtin_cpu_supports("avx2");
   if (avx2) {
-    make_records_avx2(steps.data(), record, count);
+    make_records_avx2(steps.data(), records, sizes, count);
   } else
 #endif
-    make_records(steps.data(), record, count);
+    make_records(steps.data(), records, sizes, count);
 
-  uint32_t* far = long_.data() + num_long_;
   for (size_t i = 0; i < count; ++i) {
-    const uint32_t symbol = record[i] & kSymbolMask;
+    const uint32_t symbol = records[i] & kSymbolMask;
     ++uses_[symbol];
-    *far = size_of(steps[i]) - 2;  // written always, kept if the step is a long one
-    far += symbol >= kFirstLong;
+    if (symbol >= kFirstLong) ++long_uses_[LongBucket::of(sizes[i] - 2)];
   }
-  num_long_ = static_cast<size_t>(far - long_.data());
-  if (count > 0) next_ = places[count - 1] + 1;
+  next_ = places[count - 1] + 1;
   count_ += count;
 }
 
 void ChangeEncoder::reset() {
   uses_.fill(0);
+  long_uses_.fill(0);
   count_ = 0;
-  num_long_ = 0;
   next_ = 0;
 }
 
 bool ChangeEncoder::finish(std::vector<std::byte>& out, size_t limit) {
-  const std::span<const uint32_t> far(long_.data(), num_long_);
-  std::array<uint32_t, kLongSymbols> long_uses{};
-  for (const uint32_t value : far) ++long_uses[LongBucket::of(value)];
   std::array<uint8_t, kSymbols> lengths;
   std::array<uint8_t, kLongSymbols> long_lengths;
   code_lengths(uses_, kMaxLength, lengths);
-  code_lengths(long_uses, kMaxLongLength, long_lengths);
+  code_lengths(long_uses_, kMaxLongLength, long_lengths);
 
   uint64_t num_bits = 0;
   std::array<Code, kSymbols> codes;
@@ -274,47 +270,44 @@ bool ChangeEncoder::finish(std::vector<std::byte>& out, size_t limit) {
   assign_codes(long_lengths, kMaxLongLength, [&](uint32_t symbol, uint32_t code) {
     long_codes[symbol] = {code, long_lengths[symbol],
                           static_cast<uint16_t>(LongBucket::raw_bits(symbol))};
-    num_bits += uint64_t{long_uses[symbol]} * (long_codes[symbol].length + long_codes[symbol].raw);
+    num_bits += uint64_t{long_uses_[symbol]} * (long_codes[symbol].length + long_codes[symbol].raw);
   });
   const size_t num_bytes = num_bits / 8 + 1;
   if (num_bytes >= limit) return false;
 
   const size_t room = num_bytes + 2 * sizeof(uint64_t);  // of a stream
   if (streams_.size() < kStreams * room) streams_.resize(kStreams * room);
-  std::byte* start = streams_.data();
-  std::array<BitWriter, kStreams> writers{BitWriter(start), BitWriter(start + room),
-                                          BitWriter(start + 2 * room), BitWriter(start + 3 * room)};
-  const uint32_t* next_long = far.data();
-  const auto write = [&](BitWriter& writer, uint32_t record) {
+  const auto write = [&](BitWriter& writer, size_t i) {
+    const uint32_t record = records_[i];
     const uint32_t symbol = record & kSymbolMask;
     const Code code = codes[symbol];
     writer.put(code.bits | uint64_t{record >> kSymbolBits} << code.length, code.length + code.raw);
     if (symbol < kFirstLong) return;
-    const uint32_t value = *next_long++;
-    const Code step = long_codes[LongBucket::of(value)];
-    const uint64_t raw = value & ((1U << step.raw) - 1);
+    const uint32_t size = sizes_[i] - 2;
+    const Code step = long_codes[LongBucket::of(size)];
+    const uint64_t raw = size & ((1U << step.raw) - 1);
     writer.put(step.bits | raw << step.length, step.length + step.raw);
   };
-  auto [a, b, c, d] = writers;
-  size_t i = 0;
-  for (; i + kStreams <= count_; i += kStreams) {
-    write(a, records_[i]);
-    write(b, records_[i + 1]);
-    write(c, records_[i + 2]);
-    write(d, records_[i + 3]);
+  std::array<ConstBytes, kStreams> streams;
+  for (size_t stream = 0; stream < kStreams; stream += 2) {  // two at once fit the registers
+    BitWriter even(streams_.data() + stream * room);
+    BitWriter odd(streams_.data() + (stream + 1) * room);
+    size_t i = stream;
+    for (; i + 1 < count_; i += kStreams) {
+      write(even, i);
+      write(odd, i + 1);
+    }
+    if (i < count_) write(even, i);
+    streams[stream] = even.finish();
+    streams[stream + 1] = odd.finish();
   }
-  writers = {a, b, c, d};
-  for (size_t rest = 0; i + rest < count_; ++rest) write(writers[rest], records_[i + rest]);
 
   const size_t before = out.size();
   put_varint(out, count_);
   put_lengths(out, lengths);
   put_lengths(out, long_lengths);
-  for (const BitWriter& writer : writers) put_varint(out, writer.finish().size());
-  for (const BitWriter& writer : writers) {
-    const ConstBytes stream = writer.finish();
-    out.insert(out.end(), stream.begin(), stream.end());
-  }
+  for (const ConstBytes stream : streams) put_varint(out, stream.size());
+  for (const ConstBytes stream : streams) out.insert(out.end(), stream.begin(), stream.end());
   if (out.size() - before < limit) return true;
   out.resize(before);
   return false;
@@ -368,13 +361,13 @@ ChangeDecoder::ChangeDecoder(ConstBytes& in) {
   });
 }
 
-uint32_t ChangeDecoder::read_long(uint64_t& bit) const {
+ChangeDecoder::LongStep ChangeDecoder::read_long(uint64_t bit) const {
   require_inside(bit);
   const uint64_t word = word_at(bit);
   const Entry entry = long_table_[word & ((1U << kMaxLongLength) - 1)];
   if (entry.length == 0) throw_malformed("a step has no code");
-  bit += entry.total;
-  return entry.base + (static_cast<uint32_t>(word >> entry.length) & ((1U << entry.raw) - 1));
+  const uint32_t raw = static_cast<uint32_t>(word >> entry.length) & ((1U << entry.raw) - 1);
+  return {entry.base + raw, entry.total};
 }
 
 void ChangeDecoder::throw_malformed(const char* what) { malformed(what); }

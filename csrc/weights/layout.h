@@ -69,7 +69,8 @@ struct alignas(kPage) SlotHeader {
   std::atomic<uint64_t> epoch;
   std::atomic<uint64_t> version;
   std::array<std::atomic<uint64_t>, 2> manifest_hash;
-  std::atomic<uint64_t> written;  // bytes put since begin
+  std::atomic<uint64_t> written;   // bytes put since begin
+  std::atomic<uint64_t> received;  // 1: begun for bytes that come from another node
   std::array<std::atomic<uint32_t>, kMaxClients> leases;
 };
 

@@ -205,6 +205,7 @@ Ticket WeightStore::begin(uint64_t epoch, uint64_t version, const ManifestHash& 
   slot.manifest_hash[0].store(manifest_hash[0]);
   slot.manifest_hash[1].store(manifest_hash[1]);
   slot.written.store(0);
+  slot.received.store(follows == Follows::kAny ? 1 : 0);
   for (auto& count : slot.leases) count.store(0);
   for (auto& sum : checksums_[chosen]) sum.store(0);
   return {static_cast<uint32_t>(chosen), to.generation};
@@ -257,15 +258,15 @@ uint64_t WeightStore::memory_offset(uint32_t slot) const {
   return static_cast<uint64_t>(data(slot).data() - reinterpret_cast<std::byte*>(header_));
 }
 
-void WeightStore::arrived(const Ticket& ticket, uint64_t num_bytes) {
+void WeightStore::arrived(const Ticket& ticket, uint64_t num_bytes,
+                          std::span<const uint32_t> sums) {
   require_ticket(ticket);
+  if (!sums.empty() && sums.size() != num_chunks_) {
+    throw StorageError("weights: " + std::to_string(sums.size()) + " checksums for " +
+                       std::to_string(num_chunks_) + " chunks");
+  }
   slots_[ticket.slot]->written.fetch_add(num_bytes);
-}
-
-void WeightStore::arrived(const Ticket& ticket, uint64_t chunk, uint32_t crc) {
-  require_ticket(ticket);
-  require_chunks(chunk, 1);
-  checksums_[ticket.slot][chunk].store(present(crc));
+  for (uint64_t i = 0; i < sums.size(); ++i) checksums_[ticket.slot][i].store(present(sums[i]));
 }
 
 void WeightStore::checksum(const Ticket& ticket, uint64_t first, uint64_t count) {
@@ -488,7 +489,8 @@ std::array<SlotInfo, kSlots> WeightStore::slots() const {
                 slot.version,
                 slot.written,
                 0,
-                visible.newest == static_cast<int>(i)};
+                visible.newest == static_cast<int>(i),
+                slot.received != 0};
     for (const auto& count : slot.leases) infos[i].leases += count.load();
   }
   return infos;

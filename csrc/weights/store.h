@@ -83,6 +83,7 @@ struct SlotInfo {
   uint64_t written = 0;
   uint32_t leases = 0;
   bool newest = false;
+  bool received = false;  // begun with kAny
 };
 
 struct Committed {
@@ -118,11 +119,10 @@ class WeightStore {
   void put(const Ticket& ticket, uint64_t offset, ConstBytes bytes);
   void put(const Ticket& ticket, ConstBytes from, std::span<const CopyRuns> copies);
   // The slot's memory, for bytes that arrive by themselves, and where it begins in the segment's.
-  // `arrived` counts them, and notes the checksum of a chunk that came whole and was compared.
+  // `arrived` counts them, and notes the checksums of all chunks if they were compared on the way.
   Bytes memory(const Ticket& ticket) const;
   uint64_t memory_offset(uint32_t slot) const;
-  void arrived(const Ticket& ticket, uint64_t num_bytes);
-  void arrived(const Ticket& ticket, uint64_t chunk, uint32_t crc);
+  void arrived(const Ticket& ticket, uint64_t num_bytes, std::span<const uint32_t> sums = {});
   // Computes the checksums of `count` chunks from `first` on, when all of their bytes are there.
   void checksum(const Ticket& ticket, uint64_t first, uint64_t count);
   // Closes the slot: computes the checksums that are missing. Raises StorageError unless exactly

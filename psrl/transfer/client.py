@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 
 from psrl._core import QueueArena
 from psrl.actor import Runtime, within
+from psrl.actor.bulk import Bulk
 from psrl.clock import now
 from psrl.errors import ActorDied, ActorError, NotReady, StorageError, UnknownKey
 from psrl.transfer import messages as m
 from psrl.transfer.consumer import Consumer
 from psrl.transfer.controller import QueueController
+from psrl.transfer.fetcher import Fetcher
 from psrl.transfer.jagged import Jagged
 from psrl.transfer.meta import KVBatchMeta
 from psrl.transfer.patience import Patience
@@ -72,10 +74,11 @@ class TransferQueue:
         client: str,
         put_timeout_s: float = DEFAULT_PUT_TIMEOUT_S,
         restart_wait_s: float = DEFAULT_RESTART_WAIT_S,
+        bulk: Bulk | None = None,
     ) -> Self:
         """Register as `client`, a name that no other living process uses, with the StorageActor of this node.
 
-        Raises StorageError or an ActorError.
+        Rows of other nodes are had over `bulk`, this process's link endpoint. Raises StorageError or an ActorError.
         """
         patience = Patience(restart_wait_s)
         # An earlier life, whose death nobody told yet.
@@ -86,7 +89,8 @@ class TransferQueue:
             raise StorageError(f"segment {registered.segment} is not the one that {storage!r} uses")
         arena, me = QueueArena.open(segment), registered.client
         producer = Producer(arena, me, storage, put_timeout_s, patience)
-        return cls(controller, me, producer, Consumer(arena, me), patience)
+        fetcher = None if bulk is None else Fetcher(runtime, controller, bulk, patience)
+        return cls(controller, me, producer, Consumer(arena, me, fetcher), patience)
 
     # Rows by key.
 
@@ -167,7 +171,7 @@ class TransferQueue:
 
         `rows`: a dict for each row, of read-only views. `jagged`: for each field one packed buffer; all rows must have
         the same fields. Waits up to `timeout_s` for what is not there yet, then raises UnknownKey naming it: never
-        fewer rows than asked for.
+        fewer rows than asked for. LinkError if rows are on a node that cannot be reached.
         """
         if layout not in ("rows", "jagged"):
             raise ValueError(f"layout is rows or jagged, not {layout!r}")
@@ -177,8 +181,8 @@ class TransferQueue:
             located = await self._locate(question, deadline)
             try:
                 if layout == "rows":
-                    return self._consumer.views(located, select_fields)
-                return self._consumer.packed(located, select_fields)
+                    return await self._consumer.views(located, select_fields)
+                return await self._consumer.packed(located, select_fields)
             except UnknownKey:  # cleared or put again since the answer: the controller knows which
                 if look == NUM_LOOKS:
                     raise

@@ -16,7 +16,7 @@ from functools import partial
 
 import msgspec
 
-from psrl.actor import Actor, handler
+from psrl.actor import Actor, TcpAddress, handler
 from psrl.clock import now
 from psrl.errors import ActorError, Revoked, StorageError, UnknownKey
 from psrl.transfer.index import Index
@@ -35,11 +35,16 @@ from psrl.transfer.messages import (
     GetConsumption,
     GetProduction,
     InsertRows,
+    JoinNode,
+    LeaveNode,
     Listing,
     ListKeys,
+    ListNodes,
     ListUnconsumed,
     Located,
     LocateRows,
+    NodeAt,
+    Nodes,
     NotReady,
     NotThere,
     NumRows,
@@ -68,6 +73,7 @@ RESTART_WAIT_S = 10.0
 """For a storage that is being restarted."""
 
 RETRY_S = 1.0
+JOIN_TIMEOUT_S = 20.0
 
 
 class QueueController(Actor):
@@ -77,6 +83,7 @@ class QueueController(Actor):
         """`storage` are refs, by node; a single one is node 0. `samplers` may be named in get_meta."""
         self._storages = dict(storage) if isinstance(storage, Mapping) else {0: storage}
         self._samplers = dict(samplers or {})
+        self._nodes: dict[int, NodeAt] = {}  # those that have joined
         self._index = Index()
         self._tasks = Tasks(self._index)
         self._waiting = Waiting()
@@ -86,14 +93,7 @@ class QueueController(Actor):
         self._dead: dict[tuple[int, int], int] = {}  # node, client number -> last incarnation that counts as dead
 
     async def started(self) -> None:
-        found = [record for node in self._storages for record in await self._scan(node)]
-        found.sort(key=lambda record: record.written_ns)
-        for record in found:
-            if record.partition != NOTES:
-                self._put(record.partition, record.key, record.ref, record.fields, record.tag)
-        for record in found:
-            if record.partition == NOTES:
-                self._read_note(record)
+        self._take([record for node in self._storages for record in await self._scan(node)])
         self.spawn(self._free_for_ever(), "free")
 
     # Rows.
@@ -234,7 +234,51 @@ class QueueController(Actor):
         await self._free()
         return known
 
+    # Nodes.
+
+    @handler(idempotent=True, timeout_s=60.0)
+    async def join_node(self, message: JoinNode) -> Nodes:
+        at = message.at
+        if self._nodes.get(at.node) != at:
+            address = TcpAddress(at.host, at.port)
+            storage = await self.runtime.connect(StorageActor, at.actor, address, timeout_s=JOIN_TIMEOUT_S)
+            self._storages[at.node] = storage
+            found = await self._scan(at.node)
+            self._nodes[at.node] = at
+            self._take([record for record in found if record.ref not in self._to_free])
+        return Nodes(tuple(self._nodes.values()))
+
+    @handler(idempotent=True)
+    async def leave_node(self, message: LeaveNode) -> NumRows:
+        """Returns how many rows have lost something."""
+        node = message.node
+        self._nodes.pop(node, None)
+        self._storages.pop(node, None)
+        for record in [record for record in self._to_free if record.node == node]:
+            del self._to_free[record]
+        number = 0
+        for partition in self._index.partitions():
+            lost, gone = self._index.drop_node(partition, node)
+            number += len(lost) + len(gone)
+            self._tasks.rows_lost(partition, lost)
+            self._free_soon(self._tasks.rows_cleared(partition, gone))
+        return NumRows(number)
+
+    @handler(idempotent=True)
+    async def list_nodes(self, message: ListNodes) -> Nodes:
+        return Nodes(tuple(self._nodes.values()))
+
     # Inside.
+
+    def _take(self, found: list[StoredRecord]) -> None:
+        """What a scan found."""
+        found.sort(key=lambda record: record.written_ns)
+        for record in found:
+            if record.partition != NOTES:
+                self._put(record.partition, record.key, record.ref, record.fields, record.tag)
+        for record in found:
+            if record.partition == NOTES:
+                self._read_note(record)
 
     def _announce(self, message: AnnounceRows, rows: Sequence[PutRow]) -> None:
         client, partition = message.client, message.partition

@@ -121,6 +121,26 @@ class Index:
             self._partitions.pop(partition, None)
         return list(removed), [record for row in removed.values() for record in row.pieces]
 
+    def drop_node(self, partition: str, node: int) -> tuple[list[str], list[str]]:
+        """Forget what that node has. Returns the keys that lost fields, and those of rows that are gone with it."""
+        rows = self._partitions.get(partition, {})
+        lost = []
+        for key, row in rows.items():
+            left = {record: names for record, names in row.pieces.items() if record.node != node}
+            if len(left) == len(row.pieces):
+                continue
+            lost.append(key)
+            row.pieces = left
+            row.fields = frozenset(name for names in left.values() for name in names)
+            if row.tag_record is not None and row.tag_record.node == node:
+                row.tag, row.tag_record = b"", None
+        gone = [key for key in lost if not rows[key].pieces]
+        for key in gone:
+            del rows[key]
+        if not rows:
+            self._partitions.pop(partition, None)
+        return [key for key in lost if key in rows], gone
+
     def tags(self, partition: str | None = None) -> dict[str, dict[str, bytes]]:
         """partition -> key -> tag, of one partition or all. Keys in the order in which they first came."""
         names = self._partitions if partition is None else [partition]

@@ -151,11 +151,78 @@ NOTES = "\0notes"
 """The partition of the controller's notes; no row's can have that name."""
 
 
+class OpenRecords(msgspec.Struct, frozen=True, tag=True):
+    """Another node wants to read these: lease them for it, at most `hold_s`."""
+
+    records: tuple[RecordRef, ...]
+    hold_s: float
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """`reading` names the leases; of each record its description, see csrc/queue/record.h."""
+
+    reading: int
+    descriptions: tuple[bytes, ...]
+
+
+class SendRecords(msgspec.Struct, frozen=True, tag=True):
+    """Put parts of what was opened into a window, then let go of it all. `parts` are int64 rows (record, offset in it,
+    length, offset in the window), little-endian; `into` is the advert of the window, `address` that of its endpoint."""
+
+    reading: int
+    parts: bytes
+    into: bytes
+    address: str
+    timeout_s: float
+
+
+class Sent(msgspec.Struct, frozen=True, tag=True):
+    """It is all there."""
+
+    num_bytes: int
+
+
+class NotSent(msgspec.Struct, frozen=True, tag=True):
+    """The window may have been written to in part."""
+
+    status: str  # of LinkError
+    what: str
+
+
 class GetUsage(msgspec.Struct, frozen=True, tag=True):
     """For metrics and tests."""
 
 
 # To QueueController
+
+
+class NodeAt(msgspec.Struct, frozen=True, tag=True):
+    """A node's StorageActor, under the name `actor` at a TCP address."""
+
+    node: int
+    host: str
+    port: int
+    actor: str
+
+
+class JoinNode(msgspec.Struct, frozen=True, tag=True):
+    """A node has come (again): find what it has, take its rows. Idempotent."""
+
+    at: NodeAt
+
+
+class LeaveNode(msgspec.Struct, frozen=True, tag=True):
+    """A node is gone for good: forget what it had. Idempotent."""
+
+    node: int
+
+
+class ListNodes(msgspec.Struct, frozen=True, tag=True):
+    """Where are the storages that have joined?"""
+
+
+class Nodes(msgspec.Struct, frozen=True, tag=True):
+    at: tuple[NodeAt, ...]
 
 
 class PutRow(msgspec.Struct, frozen=True, array_like=True):
@@ -216,7 +283,7 @@ class Located(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotThere(msgspec.Struct, frozen=True, tag=True):
-    """`what` says which partition, keys or fields are unknown."""
+    """`what` says which partition, keys, fields or records are unknown."""
 
     what: str
 

@@ -7,9 +7,20 @@ committed is found by a scan. It never touches rows' bytes: writers and readers 
 import asyncio
 import logging
 
-from psrl._core import ArenaManager, PendingRecord, QueueArena, QueueWriter, RecordInfo, Segment, record_bytes
+from psrl._core import (
+    ArenaManager,
+    PendingRecord,
+    QueueArena,
+    QueueReader,
+    QueueWriter,
+    RecordInfo,
+    Segment,
+    record_bytes,
+)
 from psrl.actor import Actor, handler
+from psrl.actor.bulk import Bulk
 from psrl.clock import now
+from psrl.errors import LinkError, UnknownKey
 from psrl.transfer.capacity import EXTENTS_PER_GRANT
 from psrl.transfer.messages import (
     NOTES,
@@ -23,6 +34,10 @@ from psrl.transfer.messages import (
     GrantExtents,
     NoRoom,
     Noted,
+    NotSent,
+    NotThere,
+    Opened,
+    OpenRecords,
     QueueClient,
     RecordRef,
     RegisterClient,
@@ -30,10 +45,13 @@ from psrl.transfer.messages import (
     ReleaseClient,
     Scanned,
     ScanRecords,
+    SendRecords,
+    Sent,
     StoredRecord,
     Usage,
     WriteNote,
 )
+from psrl.transfer.sender import Sender
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +62,7 @@ SCAN_PAGE = 4096
 """Records in one answer to a scan, about: whole extents are told."""
 
 NOTE_CLIENT = "storage notes"
+SEND_CLIENT = "storage for other nodes"
 NOTE_EXTENTS = 2
 """Kept free for notes once there are some: a draw from a full arena is what empties it."""
 
@@ -51,13 +70,20 @@ NOTE_EXTENTS = 2
 class StorageActor(Actor):
     """The arena of one node."""
 
-    def __init__(self, segment: Segment, node: int = 0) -> None:
-        """`segment` is laid out by psrl.transfer.segments.NodeSegments. Raises StorageError if it is not."""
+    def __init__(self, segment: Segment, node: int = 0, bulk: Bulk | None = None) -> None:
+        """`segment` is laid out by psrl.transfer.segments.NodeSegments. Raises StorageError if it is not.
+
+        With `bulk`, rows are sent to other nodes over its endpoint.
+        """
         self._segment, self._node = segment, node
         self._arena = QueueArena.open(segment)
         self._manager = ArenaManager(self._arena)
         self._room = asyncio.Event()
         self._notes: tuple[QueueWriter, tuple[int, int]] | None = None  # with its client
+        self._sender: Sender | None = None
+        if bulk is not None:
+            reader = QueueReader(self._arena, self._manager.register_client(SEND_CLIENT))
+            self._sender = Sender(segment, reader, bulk)
 
     @handler(idempotent=True)
     async def register_client(self, message: RegisterClient) -> Registered:
@@ -123,6 +149,31 @@ class StorageActor(Actor):
     async def write_note(self, message: WriteNote) -> Noted:
         pending = self._begin_note(message.key, message.text)
         return Noted(None if pending is None else RecordRef(self._node, *pending.commit()))
+
+    @handler
+    async def open_records(self, message: OpenRecords) -> Opened | NotThere:
+        try:
+            reading, descriptions = self._to_others().open(message.records, message.hold_s)
+        except UnknownKey as error:
+            return NotThere(str(error))
+        return Opened(reading, tuple(descriptions))
+
+    @handler
+    async def send_records(self, message: SendRecords) -> Sent | NotSent | NotThere:
+        try:
+            sent = await self._to_others().send(
+                message.reading, message.parts, message.into, message.address, message.timeout_s
+            )
+        except UnknownKey as error:
+            return NotThere(str(error))
+        except LinkError as error:
+            return NotSent(error.status, str(error))
+        return Sent(sent)
+
+    def _to_others(self) -> Sender:
+        if self._sender is None:
+            raise LinkError(f"the storage of node {self._node} was given no link: its rows stay on the node")
+        return self._sender
 
     @handler(idempotent=True)
     async def get_usage(self, message: GetUsage) -> Usage:

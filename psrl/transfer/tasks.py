@@ -101,6 +101,14 @@ class Tasks:
             self._ready.pop(partition, None)
         return notes
 
+    def rows_lost(self, partition: str, keys: Iterable[str]) -> None:
+        """The rows have fewer fields than before: their node is gone."""
+        rows, views = self._index.rows(partition), self._ready.get(partition, {})
+        for key in keys:
+            for (_, needed), ready in views.items():
+                if not needed <= rows[key].fields:
+                    ready.pop(key, None)
+
     def partition_cleared(self, partition: str) -> None:
         """It may begin anew, with the same names of shared draws."""
         self._over = {over: None for over in self._over if over[0] != partition}

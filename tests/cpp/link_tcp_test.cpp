@@ -339,6 +339,30 @@ TEST(LinkTcp, AnswersNobodyReadsDoNotPileUp) {
   EXPECT_NE(lost->text.find("does not read"), std::string::npos) << lost->text;
 }
 
+// Notices that nobody polls wait at their sender, not here; then all come.
+TEST(LinkTcp, NoticesNobodyPollsDoNotPileUp) {
+  constexpr size_t kNotices = 80'000;
+  Node a = tcp_node("a"), b = tcp_node("b");
+  const PeerId peer = a.connect(b->address());
+  for (size_t i = 0; i < kNotices; ++i) a->notify(peer, "n", in(kPatience));
+  const Deadline deadline = in(kPatience);
+  size_t before = 0, ended = 0;
+  do {  // until it stands still
+    before = ended;
+    std::this_thread::sleep_for(300ms);
+    for (const Event& event : a->poll()) ended += event.status == Status::kOk;
+  } while ((ended == 0 || ended != before) && Clock::now() < deadline);
+  EXPECT_LT(ended, kNotices);
+  size_t seen = b->poll().size();
+  EXPECT_LT(seen, 70'000u);
+  while (seen < kNotices + 1 && Clock::now() < deadline) {  // and one that a connected
+    std::this_thread::sleep_for(5ms);
+    seen += b->poll().size();
+  }
+  EXPECT_EQ(seen, kNotices + 1);
+  EXPECT_EQ(a.done(a->flush(peer, in(kPatience))).status, Status::kOk);
+}
+
 TEST(LinkTcp, HalfAFrameThenTheEnd) {
   Node a = tcp_node("a");
   a.fill(2);

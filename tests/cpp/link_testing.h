@@ -182,7 +182,7 @@ class PeerProcess {
     ::posix_spawn_file_actions_addclose(&actions, from[0]);
     ::posix_spawn_file_actions_adddup2(&actions, to[0], 3);
     ::posix_spawn_file_actions_adddup2(&actions, from[1], 4);
-    const std::string self = std::filesystem::read_symlink("/proc/self/exe");
+    const std::string self = "/proc/self/exe";  // also when the file was replaced meanwhile
     std::vector<std::string> arguments = {self, "--gtest_filter=LinkPeer.DISABLED_Run",
                                           "--gtest_also_run_disabled_tests", "--gtest_brief=1"};
     std::vector<char*> argv;

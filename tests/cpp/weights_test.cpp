@@ -373,9 +373,10 @@ TEST_F(Weights, ChecksumsOfWhatArrivedAreNotComputedAgain) {
   const Ticket ticket = store_->begin(0, 1, kHash);
   EXPECT_THROW(store_->checksums(ticket.slot), StorageError);
   std::ranges::copy(filled(0), store_->memory(ticket).begin());
-  store_->arrived(ticket, data_bytes_);
-  store_->arrived(ticket, 0, sums[0]);
-  store_->arrived(ticket, 1, sums[1] + 1);  // the caller's word is taken, and readers find out
+  EXPECT_THROW(store_->arrived(ticket, 0, std::span(sums).first(1)), StorageError);
+  std::vector<uint32_t> wrong = sums;
+  ++wrong[1];  // the caller's word is taken, and readers find out
+  store_->arrived(ticket, data_bytes_, wrong);
   store_->seal(ticket, data_bytes_);
   EXPECT_EQ(store_->checksums(ticket.slot)[2], sums[2]);
   store_->commit(0, 1, ticket.slot);
