@@ -52,7 +52,7 @@ class Setting {
 void wait_for_byte(std::byte* at, std::byte value) {
   volatile std::byte* const byte = at;
   const Deadline deadline = in(kPatience);
-  while (*byte != value && Clock::now() < deadline) std::this_thread::yield();
+  while (*byte != value && Clock::now() < deadline) std::this_thread::sleep_for(50us);
 }
 
 // A put and a pull of some MiB, and windows that are withdrawn in the middle of both.
@@ -179,7 +179,7 @@ TEST(LinkUcxWire, MessagesSurvive) {
 TEST(LinkUcxWire, BrokenMessagesAreRefused) {
   std::mt19937_64 random(2);
   std::string_view rest;
-  for (int i = 0; i < 200'000; ++i) {
+  for (int i = 0; i < 50'000; ++i) {
     std::string bytes = encode(some_message(random));
     for (size_t changes = 1 + random() % 3; changes > 0; --changes) {
       bytes[random() % (i % 2 ? bytes.size() : 56)] = static_cast<char>(random());
