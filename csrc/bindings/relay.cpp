@@ -6,6 +6,7 @@
 
 #include "base/errors.h"
 #include "bindings/bindings.h"
+#include "link/region.h"
 
 namespace psrl::bindings {
 namespace {

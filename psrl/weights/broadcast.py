@@ -150,6 +150,11 @@ class Broadcaster:
             transfers.append(_Transfer(self, delta, [source], patched, states))
         for transfer in await asyncio.gather(*(transfer.run(timeout_s - (now() - started)) for transfer in transfers)):
             lost |= transfer.lost
+        if again := [node for node in patched if node in lost]:  # a patch may fail where all of it does not
+            plainly = msgspec.structs.replace(prepare, transfer=_number())
+            transfers.append(_Transfer(self, plainly, [source], again, states))
+            await transfers[-1].run(timeout_s - (now() - started))
+            lost = {node: reason for node, reason in lost.items() if node not in again} | transfers[-1].lost
         self._learn(transfers, states[source].num_bytes)
         return _report(transfers, epoch, version, [*(current & wanted), source], lost, now() - started)
 

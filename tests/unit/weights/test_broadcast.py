@@ -288,15 +288,15 @@ async def test_a_version_that_changed_under_its_name_is_refused() -> None:
         assert "another version 0" in answer.reason
 
 
-async def test_damage_at_the_source_reaches_nobody() -> None:
-    async with cluster(3) as (broadcaster, nodes):
+@pytest.mark.parametrize("mode", ["full", "delta"])
+async def test_damage_at_the_source_reaches_nobody(mode: str) -> None:
+    async with cluster(3, mode=mode) as (broadcaster, nodes):
         nodes[0].publish(0)
         await broadcaster.broadcast("n0", 0, 0, timeout_s=30)
         nodes[0].publish(1)
         lease = nodes[0].store.acquire("test", 1)
-        nodes[0].segment.view(nodes[0].store.memory_offset(lease.slot) + WEIGHT_CHUNK_BYTES + 5, 1, writable=True)[
-            0
-        ] ^= 1
+        at = nodes[0].store.memory_offset(lease.slot) + WEIGHT_CHUNK_BYTES + 5
+        nodes[0].segment.view(at, 1, writable=True)[0] ^= 1
         report = await broadcaster.broadcast("n0", 0, 1, timeout_s=30)
         assert sorted(report.lost) == ["n1", "n2"]
         assert "chunk 1 is not what was sealed" in str(report.lost)
