@@ -89,6 +89,7 @@ class ParameterServer(Actor):
 
     async def stopped(self) -> None:
         for transfer in list(self._transfers.values()):
+            transfer.remove = None  # the link is about to close
             await self._end(transfer)
         for connecting in self._peers.values():
             connecting.cancel()
@@ -157,9 +158,9 @@ class ParameterServer(Actor):
             return self._unknown(message.transfer)
         try:
             advert = await asyncio.to_thread(transfer.relay.open_window, f"part {message.part}")
+            return Window(advert, transfer.relay.have())
         except PsrlError as error:
             return Refused(str(error))
-        return Window(advert, transfer.relay.have())
 
     @handler(idempotent=True)
     async def send_to(self, message: SendTo) -> Done | Refused:
@@ -167,13 +168,13 @@ class ParameterServer(Actor):
         if transfer is None:
             return self._unknown(message.transfer)
         name = f"{message.part}:{message.node}"
-        if name in {one.name for one in transfer.relay.progress().successors if one.problem}:
-            self._peers.pop(message.link, None)  # what was lost is not used again
-        first, end = transfer.units.part(message.part)
         try:
+            if name in {one.name for one in transfer.relay.progress().successors if one.problem}:
+                self._peers.pop(message.link, None)  # what was lost is not used again
+            first, end = transfer.units.part(message.part)
             peer = await self._connect(message.link)
             transfer.relay.send_to(name, peer, message.advert, first, end, message.has)
-        except (PsrlError, asyncio.CancelledError) as error:
+        except PsrlError as error:
             self._peers.pop(message.link, None)
             return Refused(str(error))
         return Done()
@@ -402,15 +403,13 @@ class ParameterServer(Actor):
 class _Transfer:
     """One transfer at this node. Ended once; `slot` is the one that it fills, None where all of it was before."""
 
-    relay: WeightRelay
-
     def __init__(self, server: ParameterServer, message: Prepare, units: Units) -> None:
         self.message, self.units = message, units
         self.ticket: WeightTicket | None = None
         self.slot: int | None = None
         self.offered = False  # the slot is that of this node's ranks
         self.applier: PatchApplier | None = None
-        self.remove: Callable[[], None] = lambda: None
+        self.remove: Callable[[], None] | None = None  # of memory of its own, when the link has let go of it
         self.has_all = self.sealed = self.committed = False
         self.sums = b""
         self.heard_s = now()
@@ -419,6 +418,18 @@ class _Transfer:
         self._changed = asyncio.Event()
         self._complete = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._relay: WeightRelay | None = None
+        self._last: Progress | None = None  # when it had ended
+
+    @property
+    def relay(self) -> WeightRelay:
+        if self._relay is None:
+            raise StorageError(f"weights: the transfer of version {self.message.version} was given up")
+        return self._relay
+
+    @relay.setter
+    def relay(self, relay: WeightRelay) -> None:
+        self._relay = relay
 
     def heard(self) -> None:
         self.heard_s = now()
@@ -438,6 +449,8 @@ class _Transfer:
         self._changed.clear()
 
     def progress(self) -> Progress:
+        if self._last is not None:
+            return self._last
         found = self.relay.progress()
         have = np.frombuffer(self.relay.have(), dtype=np.uint8)
         return Progress(
@@ -486,10 +499,10 @@ class _Transfer:
         self._changed.set()
         if not self.committed:
             self.free_slot()
-        self.relay.close()
-        while self.relay.progress().in_flight and now() - self.heard_s < 2 * PUT_TIMEOUT_S:
-            await asyncio.sleep(0.01)
-        self.remove()
+        self._last, relay = self.progress(), self.relay
+        self._relay = self.applier = self._task = None  # its descriptor and memory go now, whoever still asks
+        if self.remove is not None:
+            self._server.spawn(_when_still(relay, self.remove), f"end of transfer {self.message.transfer:x}")
 
     def free_slot(self) -> None:
         """Only what the server itself has begun: an offered slot belongs to its ranks."""
@@ -497,3 +510,10 @@ class _Transfer:
             return
         if self._store.slots()[self.ticket.slot].generation == self.ticket.generation:  # else a newer epoch's by now
             self._store.abandon(self.ticket.slot)
+
+
+async def _when_still(relay: WeightRelay, remove: Callable[[], None]) -> None:
+    """Until nothing is under way any more: the link's deadlines at most."""
+    while relay.progress().in_flight:
+        await asyncio.sleep(0.02)
+    remove()

@@ -1,0 +1,198 @@
+"""Transfers between real processes, any of which is killed at a random moment."""
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import psrl
+from psrl._core import Segment, WeightStore
+from psrl.actor import Runtime, UnixAddress
+from psrl.weights.broadcast import Broadcaster, BroadcastSettings, Report
+from psrl.weights.server import ParameterServer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from weights_node import MANIFEST
+
+NUM_NODES = 4
+TIMEOUT_S = 30.0
+BYTES = np.random.default_rng(0).integers(0, 256, MANIFEST.total_bytes, dtype=np.uint8)
+
+
+def version_bytes(version: int) -> np.ndarray:
+    flat = BYTES.copy()
+    flat[version::1009] ^= version + 1
+    return flat
+
+
+class Process:
+    """A node: the segment stays, its process comes and goes."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.segment = Segment.create(f"weights {name}", WeightStore.required_bytes(MANIFEST.total_bytes))
+        WeightStore.format(self.segment, MANIFEST.total_bytes)
+        self.store = WeightStore.open(self.segment)
+        self.child: subprocess.Popen[str] | None = None
+        self.lives = 0
+
+    async def start(self, runtime: Runtime) -> ParameterServer:
+        self.lives += 1
+        socket = str(self.folder / f"{self.name}.{self.lives}")
+        script = Path(__file__).with_name("weights_node.py")
+        self.child = subprocess.Popen(  # noqa: ASYNC220 - a moment
+            [sys.executable, str(script), self.name, str(self.segment.fd), socket, "127.0.0.1"],
+            pass_fds=[self.segment.fd],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(psrl.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        )
+        assert await asyncio.to_thread(self.child.stdout.readline) == "ready\n"
+        return await runtime.connect(ParameterServer, "weights", UnixAddress(socket), timeout_s=10)
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.wait(timeout=10)
+        self.child.stdout.close()
+
+    def publish(self, version: int) -> None:
+        ticket = self.store.begin(0, version, MANIFEST.digest)
+        self.store.put(ticket, 0, version_bytes(version))
+        self.store.seal(ticket, MANIFEST.total_bytes)
+        self.store.commit(0, version, ticket.slot)
+
+    def version(self) -> int | None:
+        """The newest version, which is whole."""
+        newest = self.store.newest()
+        if newest is None:
+            return None
+        lease = self.store.acquire("test", 0)
+        self.store.verify(lease)
+        assert np.array_equal(self.store.view(lease), version_bytes(newest.version)), self.name
+        self.store.release(lease)
+        return newest.version
+
+    def descriptors(self) -> list[str]:
+        """What the process has open, but for sockets: links to peers come and go."""
+        folder = Path(f"/proc/{self.child.pid}/fd")
+        kinds = [str(entry.readlink()).split(":")[0].split(" ")[0] for entry in folder.iterdir()]
+        return sorted(kind for kind in kinds if kind != "socket")
+
+
+@asynccontextmanager
+async def processes(mode: str, kind: str = "chain") -> AsyncIterator[tuple[Broadcaster, dict[str, Process], Runtime]]:
+    with tempfile.TemporaryDirectory(prefix="psrl-") as folder:
+        nodes = {name: Process(name, Path(folder)) for name in (f"n{i}" for i in range(NUM_NODES))}
+        try:
+            async with Runtime("test") as runtime:
+                refs = await asyncio.gather(*(node.start(runtime) for node in nodes.values()))
+                settings = BroadcastSettings(mode=mode, kind=kind, unit_bytes=256 << 10, call_timeout_s=3.0)
+                yield Broadcaster(dict(zip(nodes, refs)), settings), nodes, runtime
+        finally:
+            for node in nodes.values():
+                if node.child.poll() is None:
+                    node.kill()
+
+
+async def round_with_a_kill(
+    broadcaster: Broadcaster,
+    nodes: dict[str, Process],
+    runtime: Runtime,
+    version: int,
+    victim: str,
+    after_s: float,
+) -> Report:
+    """Publish at n0, kill one process in the middle of the broadcast, look, start it again, catch up."""
+    nodes["n0"].publish(version)
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    running = asyncio.ensure_future(broadcaster.broadcast("n0", 0, version, TIMEOUT_S))
+    await asyncio.sleep(after_s)
+    nodes[victim].kill()
+    report = await running
+    assert loop.time() - started < TIMEOUT_S, "it waited for its deadline"
+    for name, node in nodes.items():
+        assert node.version() == (version if name in report.have or name == "n0" else version - 1), (name, report)
+    killed_in_time = victim in report.lost
+    if victim != "n0" and killed_in_time:
+        assert set(report.lost) == {victim}, report
+    broadcaster.replace(victim, await nodes[victim].start(runtime))
+    for name in nodes:
+        await broadcaster.catch_up(name, TIMEOUT_S)
+    for name, node in nodes.items():
+        assert node.version() == version, name
+        assert all(slot.state in ("free", "committed") for slot in node.store.slots()), name
+    return report
+
+
+async def run_seed(seed: int, mode: str, kind: str, rounds: int) -> None:
+    chance = random.Random(seed)
+    async with processes(mode, kind) as (broadcaster, nodes, runtime):
+        nodes["n0"].publish(0)
+        (await broadcaster.broadcast("n0", 0, 0, TIMEOUT_S)).require_all()
+        before = nodes["n0"].descriptors()
+        seconds = 0.05
+        for version in range(1, rounds + 1):
+            victim = chance.choice(sorted(nodes))
+            report = await round_with_a_kill(
+                broadcaster, nodes, runtime, version, victim, chance.uniform(0, 2 * seconds)
+            )
+            if not report.lost:
+                seconds = report.seconds
+        for name, node in nodes.items():
+            assert node.descriptors() == before, name
+    for node in nodes.values():
+        assert not any(slot.leases for slot in node.store.slots() if slot.state == "free")
+
+
+@pytest.mark.parametrize(("seed", "mode", "kind"), [(0, "full", "chain"), (1, "delta", "chain"), (2, "full", "tree")])
+async def test_any_process_may_be_killed(seed: int, mode: str, kind: str) -> None:
+    await run_seed(seed, mode, kind, rounds=4)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(3600)
+async def test_any_process_may_be_killed_two_hundred_times() -> None:
+    for seed in range(25):
+        mode, kind = ("full", "delta")[seed % 2], ("chain", "tree", "star")[seed % 3]
+        await run_seed(seed + 100, mode, kind, rounds=8)
+
+
+async def test_a_relay_that_stands_still_is_left_and_catches_up() -> None:
+    """SIGSTOP: it neither answers nor takes bytes; the nodes behind it get the version from its predecessor."""
+    async with processes("full") as (broadcaster, nodes, _):
+        nodes["n0"].publish(0)
+        (await broadcaster.broadcast("n0", 0, 0, TIMEOUT_S)).require_all()
+        nodes["n0"].publish(1)
+        running = asyncio.ensure_future(broadcaster.broadcast("n0", 0, 1, TIMEOUT_S))
+        nodes["n1"].child.send_signal(19)
+        try:
+            report = await running
+        finally:
+            nodes["n1"].child.send_signal(18)
+        assert set(report.lost) == {"n1"} or not report.lost
+        assert {"n2", "n3"} <= set(report.have)
+        await broadcaster.catch_up("n1", TIMEOUT_S)
+        assert [node.version() for node in nodes.values()] == [1] * NUM_NODES
+
+
+async def test_a_broadcaster_that_dies_leaves_nothing_begun() -> None:
+    async with processes("full") as (broadcaster, nodes, _):
+        nodes["n0"].publish(0)
+        (await broadcaster.broadcast("n0", 0, 0, TIMEOUT_S)).require_all()
+        nodes["n0"].publish(1)
+        running = asyncio.ensure_future(broadcaster.broadcast("n0", 0, 1, TIMEOUT_S))
+        await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        fresh = Broadcaster(broadcaster._patient, broadcaster.settings)
+        (await fresh.broadcast("n0", 0, 1, TIMEOUT_S)).require_all()
+        assert [node.version() for node in nodes.values()] == [1] * NUM_NODES
