@@ -82,7 +82,7 @@ class Report(msgspec.Struct, frozen=True):
     have: tuple[NodeName, ...]
     lost: dict[NodeName, str]
     passed_by: tuple[NodeName, ...]
-    seconds: float
+    seconds: float  # from the question to the last commit
     num_bytes: dict[str, int]  # over each link, by mode
 
     def require_all(self) -> None:
@@ -156,7 +156,7 @@ class Broadcaster:
             await transfers[-1].run(timeout_s - (now() - started))
             lost = {node: reason for node, reason in lost.items() if node not in again} | transfers[-1].lost
         self._learn(transfers, states[source].num_bytes)
-        return _report(transfers, epoch, version, [*(current & wanted), source], lost, now() - started)
+        return _report(transfers, epoch, version, [*(current & wanted), source], lost, started)
 
     async def gather_shares(
         self, shares: Mapping[NodeName, Sequence[Range]], wanted: Sequence[Range], like: Prepare, timeout_s: float
@@ -181,7 +181,7 @@ class Broadcaster:
         others = [node for node in states if node not in shares]
         transfer = _Transfer(self, prepare, list(shares), others, states, together=True)
         await transfer.run(timeout_s - (now() - started))
-        return _report([transfer], like.epoch, like.version, [], lost | transfer.lost, now() - started)
+        return _report([transfer], like.epoch, like.version, [], lost | transfer.lost, started)
 
     async def catch_up(self, node: NodeName, timeout_s: float) -> Report | None:
         """Bring `node` the newest version that any node has. None: it has that already, or there is none."""
@@ -263,7 +263,7 @@ class _Transfer:
     ) -> None:
         self.prepare, self.lost, self.passed = prepare, dict[NodeName, str](), list[NodeName]()
         self.whole: list[NodeName] = []  # have committed it
-        self.seconds, self.num_bytes = 0.0, 0
+        self.seconds, self.ended_s, self.num_bytes = 0.0, 0.0, 0
         self._settings, self._server = broadcaster.settings, broadcaster.server
         self._sources, self._destinations, self._states, self._together = sources, destinations, states, together
         self._parts: tuple[int, ...] = ()
@@ -304,7 +304,8 @@ class _Transfer:
                 if node not in self.whole:
                     self._lose(node, f"it was not whole after {timeout_s:g} s{self._how_far(node)}")
         finally:
-            self.seconds = now() - started
+            self.ended_s = now()
+            self.seconds = self.ended_s - started
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
@@ -543,7 +544,7 @@ def _report(
     version: Version,
     have: Iterable[NodeName],
     lost: dict[NodeName, str],
-    seconds: float,
+    started_s: float,
 ) -> Report:
     whole = dict.fromkeys([*have, *(node for transfer in transfers for node in transfer.whole)])
     return Report(
@@ -552,6 +553,6 @@ def _report(
         tuple(whole),
         {node: reason for node, reason in lost.items() if node not in whole},
         tuple(node for transfer in transfers for node in transfer.passed),
-        seconds,
+        max((transfer.ended_s for transfer in transfers), default=started_s) - started_s,
         {transfer.prepare.mode: transfer.num_bytes for transfer in transfers},
     )
