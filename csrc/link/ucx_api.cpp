@@ -4,6 +4,8 @@
 
 #include <dlfcn.h>
 
+#include <cstdarg>
+#include <cstdio>
 #include <cstdlib>
 
 #include "base/errors.h"
@@ -32,8 +34,27 @@ void* open_library() {
       "folder with libucp.so.0");
 }
 
+// UCX prints to the standard output unless told otherwise; that is the application's. What users
+// asked to see (UCX_LOG_LEVEL, UCX_LOG_FILE) goes its own way.
+int log_to_stderr(const char*, unsigned, const char*, int level, const void*, const char* format,
+                  va_list arguments) {
+  constexpr int kWarn = 2, kStop = 0, kContinue = 1;  // UCS_LOG_*
+  if (level > kWarn) return kContinue;
+  char text[512];
+  std::vsnprintf(text, sizeof(text), format, arguments);
+  std::fprintf(stderr, "UCX %s: %s\n", level == kWarn ? "warning" : "error", text);
+  return kStop;
+}
+
+void keep_stdout_clean(void* library) {
+  using Push = void (*)(decltype(&log_to_stderr));
+  const auto push = reinterpret_cast<Push>(::dlsym(library, "ucs_log_push_handler"));
+  if (push != nullptr && std::getenv("UCX_LOG_FILE") == nullptr) push(&log_to_stderr);
+}
+
 UcxApi load() {
   void* library = open_library();
+  keep_stdout_clean(library);
   UcxApi api;
 #define PSRL_UCX_FIND(name)                                                \
   api.name = reinterpret_cast<decltype(&::name)>(::dlsym(library, #name)); \

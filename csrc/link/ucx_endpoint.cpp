@@ -3,6 +3,7 @@
 #include "link/ucx_endpoint.h"
 
 #include <ifaddrs.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <pthread.h>
 #include <sys/epoll.h>
@@ -24,6 +25,7 @@ using namespace std::chrono_literals;
 
 constexpr auto kWithdrawGrace = 1s;
 constexpr auto kCloseInDestructor = 200ms;
+constexpr auto kCarrierGrace = 3s;
 constexpr auto kReapGrace = 1s;  // for UCX to end what was cut
 
 [[noreturn]] void fail(const UcxApi& ucx, const std::string& what, ucs_status_t status) {
@@ -53,8 +55,8 @@ bool resolve(const std::string& host, const std::string& port, bool listen, sock
   return true;
 }
 
-// The network interface that has this address, if any.
-std::string interface_of(const sockaddr_storage& where) {
+// The network interface that has this address, if any; and whether its carrier is there.
+std::string interface_of(const sockaddr_storage& where, bool* is_running) {
   ifaddrs* all = nullptr;
   if (::getifaddrs(&all) != 0) return {};
   std::string name;
@@ -68,7 +70,9 @@ std::string interface_of(const sockaddr_storage& where) {
       same = std::memcmp(&reinterpret_cast<const sockaddr_in6*>(one->ifa_addr)->sin6_addr,
                          &reinterpret_cast<const sockaddr_in6&>(where).sin6_addr, 16) == 0;
     }
-    if (same) name = one->ifa_name;
+    if (!same) continue;
+    name = one->ifa_name;
+    *is_running = (one->ifa_flags & IFF_RUNNING) != 0;
   }
   ::freeifaddrs(all);
   return name;
@@ -168,9 +172,14 @@ void UcxEndpoint::open(const EndpointOptions& options) {
   sockaddr_storage where{};
   socklen_t num_where = 0;
   if (!has_rdma_devices() && resolve(options.host, "0", true, &where, &num_where)) {
-    if (const auto interface = interface_of(where); !interface.empty()) {
-      unless_set("NET_DEVICES", interface);
+    bool is_running = true;
+    std::string interface = interface_of(where, &is_running);
+    // UCX does not see one that was set up a moment ago, before its carrier is told.
+    for (const Deadline deadline = Clock::now() + kCarrierGrace;
+         !is_running && Clock::now() < deadline; interface = interface_of(where, &is_running)) {
+      std::this_thread::sleep_for(10ms);
     }
+    if (!interface.empty()) unless_set("NET_DEVICES", interface);
   }
 
   ucp_params_t params{};

@@ -204,12 +204,6 @@ class Namespaces {
       made_ = run(in_ns + "addr add " + kHosts[side] + "/24 dev veth0") &&
               run(in_ns + "link set veth0 up") && run(in_ns + "link set lo up");
     }
-    // UCX does not see a device before its carrier is told, which takes up to a second.
-    for (int tries = 0; made_ && tries < 200; ++tries) {
-      const std::string is_up = " link show veth0 | grep -q 'state UP'";
-      if (run("ip -n " + ns(0) + is_up) && run("ip -n " + ns(1) + is_up)) break;
-      std::this_thread::sleep_for(20ms);
-    }
   }
   ~Namespaces() {
     for (int side = 0; side < 2; ++side) run("ip netns del " + ns(side));
