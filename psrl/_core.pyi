@@ -1,5 +1,6 @@
 """The typed face of the C++ core. Errors are those of psrl.errors. Blocking calls release the GIL."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -318,10 +319,21 @@ class ArenaManager:
 
     def free_bytes(self) -> int: ...
 
-class PendingRecord:
+class QueueRows:
+    """Rows on their way into records: (key, tag, fields). Holds the fields' arrays."""
+
+    def __init__(self, partition: str, rows: Sequence[tuple[str, bytes, dict[str, Value]]]) -> None:
+        """TypeError for what is no array, StorageError for what cannot be shared."""
+
+    def __len__(self) -> int: ...
+    def num_bytes(self) -> list[int]:
+        """That each takes in the arena, with header and alignment."""
+
+class PendingRecords:
     """Written but invisible; aborted if dropped without commit()."""
 
-    def commit(self) -> Ref: ...
+    def __len__(self) -> int: ...
+    def commit(self) -> list[Ref]: ...
 
 class QueueWriter:
     """Writes rows into the extents granted to one client. Thread-safe."""
@@ -331,14 +343,12 @@ class QueueWriter:
     def held(self) -> list[int]:
         """Extents in hand."""
 
-    def begin(self, partition: str, key: str, tag: bytes, fields: dict[str, Value]) -> PendingRecord | None:
-        """Copy a row in. None: no room in hand; ask for record_bytes() and call again. Revoked: counts as dead."""
+    def begin(self, rows: QueueRows, pending: PendingRecords) -> None:
+        """Copy in the rows that `pending` has not yet, as many as there is room in hand. If that is not all, ask for
+        room and call again. Revoked: counts as dead."""
 
     def seal(self) -> None:
         """Give up the unused rest of all extents in hand."""
-
-def record_bytes(partition: str, key: str, tag: bytes, fields: dict[str, Value]) -> int:
-    """Bytes that such a row takes in the arena, with header and alignment."""
 
 class QueueReader:
     def __init__(self, arena: QueueArena, client: Client) -> None: ...

@@ -22,6 +22,8 @@
 #include "queue/writer.h"
 #include "shm/segment.h"
 
+PYBIND11_MAKE_OPAQUE(std::vector<psrl::PendingRecord>)
+
 namespace psrl::bindings {
 namespace {
 
@@ -37,12 +39,10 @@ RecordRef to_ref(const RefTuple& t) {
 }
 ClientId to_client(const ClientTuple& client) { return {client.first, client.second}; }
 
-// A row on its way into a record. `arrays` keeps the payload alive while it is copied.
-struct Row {
-  Description description;
+// Rows on their way into records. `arrays` keep the payloads alive while they are copied.
+struct Rows {
+  std::vector<PlannedRecord> planned;
   std::vector<py::object> arrays;
-  std::vector<ConstBytes> payload;
-  uint64_t length = 0;
 };
 
 bool is_scalar(const py::handle& value) {
@@ -62,14 +62,15 @@ std::string typestring(const py::dtype& type) {
   return std::string(1, has_order ? order : '|') + kind + std::to_string(size);
 }
 
-void add_field(Row& row, const std::string& name, const py::handle& value) {
+void add_field(Rows& rows, const std::string& name, const py::handle& value) {
+  PlannedRecord& row = rows.planned.back();
   Field field;
   field.name = name;
   if (py::isinstance<py::bytes>(value)) {
     const auto text = std::string_view(py::reinterpret_borrow<py::bytes>(value));
     field.dtype = "|u1";
     field.shape = {text.size()};
-    row.arrays.push_back(py::reinterpret_borrow<py::object>(value));
+    rows.arrays.push_back(py::reinterpret_borrow<py::object>(value));
     row.payload.push_back(std::as_bytes(std::span(text)));
   } else if (py::isinstance<py::array>(value) || is_scalar(value)) {
     auto array = py::array::ensure(value, py::array::c_style);
@@ -78,23 +79,34 @@ void add_field(Row& row, const std::string& name, const py::handle& value) {
     field.shape.assign(array.shape(), array.shape() + array.ndim());
     row.payload.emplace_back(static_cast<const std::byte*>(array.data()),
                              static_cast<size_t>(array.nbytes()));
-    row.arrays.push_back(std::move(array));
+    rows.arrays.push_back(std::move(array));
   } else {
     throw py::type_error("field " + name + " is not a numpy array or scalar, nor bytes");
   }
   row.description.fields.push_back(std::move(field));
 }
 
-Row make_row(const std::string& partition, const std::string& key, const py::bytes& tag,
+void add_row(Rows& rows, const std::string& partition, const py::str& key, const py::bytes& tag,
              const py::dict& fields) {
-  Row row;
+  PlannedRecord& row = rows.planned.emplace_back();
   row.description.partition = partition;
-  row.description.key = key;
+  row.description.key = std::string(key);
   row.description.tag = std::string(tag);
-  for (const auto& [name, value] : fields) add_field(row, name.cast<std::string>(), value);
+  row.description.fields.reserve(fields.size());
+  for (const auto& [name, value] : fields) add_field(rows, name.cast<std::string>(), value);
   row.length = plan_record(row.description);
-  return row;
 }
+
+using RowTuple = std::tuple<py::str, py::bytes, py::dict>;
+
+std::unique_ptr<Rows> make_rows(const std::string& partition, const std::vector<RowTuple>& tuples) {
+  auto rows = std::make_unique<Rows>();
+  rows->planned.reserve(tuples.size());
+  for (const auto& [key, tag, fields] : tuples) add_row(*rows, partition, key, tag, fields);
+  return rows;
+}
+
+using Pending = std::vector<PendingRecord>;
 
 py::array make_view(const RecordView& view, const Field& field, const py::capsule& owner) {
   const std::vector<py::ssize_t> shape(field.shape.begin(), field.shape.end());
@@ -205,9 +217,23 @@ void bind_manager(py::module_& m) {
 }
 
 void bind_writer(py::module_& m) {
-  py::class_<PendingRecord>(m, "PendingRecord").def("commit", [](PendingRecord& pending) {
-    return to_tuple(pending.commit());
-  });
+  py::class_<Rows>(m, "QueueRows")
+      .def(py::init(&make_rows), py::arg("partition"), py::arg("rows"))
+      .def("__len__", [](const Rows& rows) { return rows.planned.size(); })
+      .def("num_bytes", [](const Rows& rows) {
+        std::vector<uint64_t> lengths;
+        for (const PlannedRecord& row : rows.planned) lengths.push_back(row.length);
+        return lengths;
+      });
+
+  py::class_<Pending>(m, "PendingRecords")
+      .def(py::init<>())
+      .def("__len__", &Pending::size)
+      .def("commit", [](Pending& pending) {
+        std::vector<RefTuple> refs;
+        for (PendingRecord& record : pending) refs.push_back(to_tuple(record.commit()));
+        return refs;
+      });
 
   py::class_<QueueWriter>(m, "QueueWriter")
       .def(py::init([](std::shared_ptr<Arena> arena, const ClientTuple& client) {
@@ -227,19 +253,11 @@ void bind_writer(py::module_& m) {
       .def("held", &QueueWriter::held)
       .def(
           "begin",
-          [](QueueWriter& writer, const std::string& partition, const std::string& key,
-             const py::bytes& tag, const py::dict& fields) {
-            const Row row = make_row(partition, key, tag, fields);
-            const py::gil_scoped_release release;
-            return writer.begin(row.description, row.length, row.payload);
+          [](QueueWriter& writer, const Rows& rows, Pending& pending) {
+            writer.begin(std::span(rows.planned).subspan(pending.size()), pending);
           },
-          py::arg("partition"), py::arg("key"), py::arg("tag"), py::arg("fields"))
+          py::arg("rows"), py::arg("pending"), py::call_guard<py::gil_scoped_release>())
       .def("seal", [](QueueWriter& writer) { writer.seal(); });
-  m.def(
-      "record_bytes",
-      [](const std::string& partition, const std::string& key, const py::bytes& tag,
-         const py::dict& fields) { return make_row(partition, key, tag, fields).length; },
-      py::arg("partition"), py::arg("key"), py::arg("tag"), py::arg("fields"));
 }
 
 // A record as a reader has it, or only its description, of one that is on another node.

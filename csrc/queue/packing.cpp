@@ -1,7 +1,6 @@
 #include "queue/packing.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "base/copy.h"
@@ -10,8 +9,6 @@
 
 namespace psrl {
 namespace {
-
-constexpr uint64_t kPastCaches = 1 << 20;  // larger buffers outlast the caches
 
 std::string shape_text(std::span<const uint64_t> shape) {
   std::string text = "(";
@@ -61,15 +58,26 @@ void Packing::add_column(const std::string& name, const std::vector<std::vector<
   column.offsets.reserve(rows.size() + 1);
   column.offsets.push_back(0);
   const Description* first = nullptr;
+  size_t given_at = 0;  // where the row before had it: mostly all rows look alike
+  size_t field_at = 0;
+  const auto find = [](const auto& in, size_t& hint, const auto& is_it) {
+    if (hint < in.size() && is_it(in[hint])) return true;
+    for (hint = 0; hint < in.size(); ++hint) {
+      if (is_it(in[hint])) return true;
+    }
+    return false;
+  };
   for (const auto& row : rows) {
     const Field* found = nullptr;
     uint32_t record = 0;
     for (const RowPiece& piece : row) {
-      if (std::find(piece.fields.begin(), piece.fields.end(), name) == piece.fields.end()) continue;
-      for (const Field& field : sources_[piece.record].description.fields) {
-        if (field.name == name) found = &field;
-      }
+      const auto is_given = [&](const std::string& given) { return given == name; };
+      if (!find(piece.fields, given_at, is_given)) continue;
       record = piece.record;
+      const std::vector<Field>& fields = sources_[record].description.fields;
+      const auto is_field = [&](const Field& field) { return field.name == name; };
+      if (find(fields, field_at, is_field)) found = &fields[field_at];
+      break;
     }
     if (found == nullptr) {
       throw UnknownKey(row.empty()
@@ -109,16 +117,15 @@ void Packing::copy(Bytes buffer) const {
     throw StorageError("a buffer of " + std::to_string(buffer.size()) + " bytes cannot hold " +
                        std::to_string(num_bytes_));
   }
+  std::vector<Copy> copies;
+  copies.reserve(parts_.size());
   for (const PackPart& part : parts_) {
     const ConstBytes bytes = sources_[part.record].bytes;
     if (bytes.empty()) continue;
-    const std::byte* from = bytes.subspan(part.offset, part.length).data();
-    if (num_bytes_ >= kPastCaches) {
-      copy_past_caches(buffer.data() + part.place, from, part.length);
-    } else {
-      std::memcpy(buffer.data() + part.place, from, part.length);
-    }
+    copies.push_back(
+        {buffer.data() + part.place, bytes.subspan(part.offset, part.length).data(), part.length});
   }
+  copy_all(copies);
 }
 
 std::vector<PackPart> Packing::parts(uint64_t first, uint64_t end) const {

@@ -13,9 +13,6 @@
 namespace psrl {
 namespace {
 
-// Larger records are gone from the caches before anybody reads them.
-constexpr uint64_t kPastCaches = 128 * 1024;
-
 uint64_t wall_ns() {
   timespec now{};
   ::clock_gettime(CLOCK_REALTIME, &now);
@@ -145,32 +142,31 @@ std::optional<QueueWriter::Slot> QueueWriter::allocate(uint64_t length) {
   return std::nullopt;
 }
 
-std::optional<PendingRecord> QueueWriter::begin(const Description& description, uint64_t length,
-                                                std::span<const ConstBytes> payload) {
+void QueueWriter::begin(std::span<const PlannedRecord> records,
+                        std::vector<PendingRecord>& pending) {
   arena_->check_client(client_);
-  const auto slot = allocate(length);
-  if (!slot) return std::nullopt;
-  PendingRecord pending(arena_, client_, slot->ref, slot->header);
+  std::vector<Copy> copies;
+  for (const PlannedRecord& planned : records) {
+    const auto slot = allocate(planned.length);
+    if (!slot) break;
+    pending.push_back(PendingRecord(arena_, client_, slot->ref, slot->header));
 
-  auto* record = reinterpret_cast<std::byte*>(slot->header);
-  const std::string meta = encode(description);
-  std::memcpy(record + sizeof(RecordHeader), meta.data(), meta.size());
-  slot->header->meta_bytes = static_cast<uint32_t>(meta.size());
-  slot->header->checksum = crc32c(std::as_bytes(std::span(meta)));
-  for (size_t i = 0; i < payload.size(); ++i) {
-    const Field& field = description.fields.at(i);
-    if (payload[i].size() != field.nbytes) {
-      throw StorageError("field " + field.name + ": " + std::to_string(payload[i].size()) +
-                         " bytes were given, its shape needs " + std::to_string(field.nbytes));
-    }
-    if (field.nbytes == 0) continue;
-    if (length >= kPastCaches) {
-      copy_past_caches(record + field.offset, payload[i].data(), field.nbytes);
-    } else {
-      std::memcpy(record + field.offset, payload[i].data(), field.nbytes);
+    auto* record = reinterpret_cast<std::byte*>(slot->header);
+    const std::string meta = encode(planned.description);
+    std::memcpy(record + sizeof(RecordHeader), meta.data(), meta.size());
+    slot->header->meta_bytes = static_cast<uint32_t>(meta.size());
+    slot->header->checksum = crc32c(std::as_bytes(std::span(meta)));
+    for (size_t i = 0; i < planned.payload.size(); ++i) {
+      const Field& field = planned.description.fields.at(i);
+      const ConstBytes bytes = planned.payload[i];
+      if (bytes.size() != field.nbytes) {
+        throw StorageError("field " + field.name + ": " + std::to_string(bytes.size()) +
+                           " bytes were given, its shape needs " + std::to_string(field.nbytes));
+      }
+      copies.push_back({record + field.offset, bytes.data(), bytes.size()});
     }
   }
-  return pending;
+  copy_all(copies);
 }
 
 }  // namespace psrl

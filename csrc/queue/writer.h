@@ -37,6 +37,13 @@ class PendingRecord {
   RecordHeader* header_;  // null: committed or moved from
 };
 
+// A planned record with the bytes of its fields.
+struct PlannedRecord {
+  Description description;
+  uint64_t length = 0;
+  std::vector<ConstBytes> payload;  // of each field
+};
+
 class QueueWriter {
  public:
   QueueWriter(std::shared_ptr<Arena> arena, ClientId client);
@@ -47,10 +54,9 @@ class QueueWriter {
   // Extents in hand, to be named to the manager when asking for more.
   std::vector<uint32_t> held() const;
 
-  // Writes a planned record; `payload[i]` are the bytes of field i. Nothing: no room in the
-  // extents in hand, ask the manager for `length` bytes and call again.
-  std::optional<PendingRecord> begin(const Description& description, uint64_t length,
-                                     std::span<const ConstBytes> payload);
+  // Writes records, as many from the first as there is room for in the extents in hand; adds them
+  // to `pending`. If that is not all, ask the manager for room and call again with the rest.
+  void begin(std::span<const PlannedRecord> records, std::vector<PendingRecord>& pending);
 
   // Seals all extents in hand: their unused rest is given up until they are empty.
   void seal();

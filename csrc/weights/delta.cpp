@@ -107,16 +107,6 @@ std::vector<uint32_t> chunk_checksums(ConstBytes data, unsigned num_threads) {
   return checksums;
 }
 
-uint64_t read_through(ConstBytes data) {
-  uint64_t all = 0;
-  for (size_t i = 0; i + sizeof(uint64_t) <= data.size(); i += sizeof(uint64_t)) {
-    uint64_t word;
-    std::memcpy(&word, data.data() + i, sizeof(word));
-    all ^= word;
-  }
-  return all;
-}
-
 PatchHeader PatchHeader::take(ConstBytes& in) {
   HeaderBytes header;
   if (in.size() < sizeof(header)) throw StorageError("delta: the patch's header is cut off");

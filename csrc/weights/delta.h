@@ -31,9 +31,6 @@ VersionHash version_hash(const ManifestHash& manifest_hash, std::span<const uint
 // The checksums of all chunks of a version.
 std::vector<uint32_t> chunk_checksums(ConstBytes data, unsigned num_threads);
 
-// Reads all bytes once and returns their xor: what the speed of a comparison is set against.
-uint64_t read_through(ConstBytes data);
-
 struct PatchHeader {
   static constexpr size_t kBytes = 96;
   // Takes it off the front of `in`. StorageError if it is malformed.

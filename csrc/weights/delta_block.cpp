@@ -26,15 +26,10 @@ using delta::load;
 
 enum Mode : uint8_t { kSame = 0, kCoded = 1, kPlain = 2 };
 
-constexpr size_t kTile = size_t{64} << 10;  // compared at once; stays in the second cache
+constexpr size_t kTile = size_t{16} << 10;  // compared at once; two fit the first cache
 
 [[noreturn]] void malformed(const std::string& what) {
   throw StorageError("delta: a malformed patch: " + what);
-}
-
-template <class Word>
-int32_t step_between(Word from, Word to) {
-  return static_cast<std::make_signed_t<Word>>(static_cast<Word>(flipped(to) - flipped(from)));
 }
 
 // Calls `with(Word{})` with the unsigned type of the item's size.
@@ -134,6 +129,23 @@ PSRL_AVX2 uint32_t* compare_avx2(ConstBytes base, ConstBytes next, uint32_t firs
   }
   return compare_portable<Word>(base.subspan(at), next.subspan(at),
                                 first + static_cast<uint32_t>(at / sizeof(Word)), places);
+}
+
+#endif
+
+#if defined(__x86_64__)
+
+PSRL_AVX2 uint64_t read_avx2(ConstBytes data) {
+  __m256i even = _mm256_setzero_si256();
+  __m256i odd = even;
+  const auto* at = reinterpret_cast<const __m256i*>(data.data());
+  for (size_t left = data.size() / (2 * sizeof(__m256i)); left > 0; --left, at += 2) {
+    even = _mm256_xor_si256(even, _mm256_loadu_si256(at));
+    odd = _mm256_xor_si256(odd, _mm256_loadu_si256(at + 1));
+  }
+  const __m256i both = _mm256_xor_si256(even, odd);
+  return static_cast<uint64_t>(_mm256_extract_epi64(both, 0) ^ _mm256_extract_epi64(both, 1) ^
+                               _mm256_extract_epi64(both, 2) ^ _mm256_extract_epi64(both, 3));
 }
 
 #endif
@@ -273,6 +285,15 @@ uint32_t chunk_checksum(ConstBytes chunk, uint64_t index) {
   return crc32c(chunk, static_cast<uint32_t>(index));
 }
 
+uint64_t read_through(ConstBytes data) {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2")) return read_avx2(data);
+#endif
+  uint64_t all = 0;
+  for (size_t i = 0; i < data.size() / sizeof(all); ++i) all ^= load<uint64_t>(data.data(), i);
+  return all;
+}
+
 // --- Layout --------------------------------------------------------------------------------------
 
 DeltaLayout::DeltaLayout(const std::vector<Run>& runs) {
@@ -323,12 +344,51 @@ struct BlockEncoder::Scratch {
   ChangeEncoder encoder;
   std::vector<uint32_t> places = std::vector<uint32_t>(kTile + 4);
   std::vector<int32_t> steps = std::vector<int32_t>(kTile);
+  std::vector<uint32_t> words = std::vector<uint32_t>(kTile);
 };
 
 namespace {
 
 static_assert(std::is_trivially_copyable_v<BlockHeader> && sizeof(BlockHeader) == 16);
 static_assert(kChunkBytes <= delta::kMaxItems);
+
+// Turns pairs of bit patterns into the steps between them, in the place of the first ones.
+template <class Word>
+[[gnu::always_inline]] inline void make_steps(int32_t* __restrict from,
+                                              const uint32_t* __restrict to, size_t count) {
+  constexpr int kUnused = 32 - 8 * sizeof(Word);
+  constexpr uint32_t kMagnitude = sizeof(Word) == 1 ? 0 : 0x7FFFFFFFU >> kUnused;
+  const auto number = [](uint32_t bits) {  // as `flipped`, without narrow types
+    const uint32_t sign = static_cast<uint32_t>(static_cast<int32_t>(bits << kUnused) >> 31);
+    return bits ^ (sign & kMagnitude);
+  };
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t way = number(to[i]) - number(static_cast<uint32_t>(from[i]));
+    from[i] = static_cast<int32_t>(way << kUnused) >> kUnused;
+  }
+}
+
+#if defined(__x86_64__)
+template <class Word>
+PSRL_AVX2 void make_steps_avx2(int32_t* from, const uint32_t* to, size_t count) {
+  make_steps<Word>(from, to, count);
+}
+#endif
+
+// The steps of the items at `places`, counted from `first`. `scratch` has room for as many.
+template <class Word>
+void collect_steps(ConstBytes base, ConstBytes next, uint32_t first,
+                   std::span<const uint32_t> places, int32_t* steps, uint32_t* scratch) {
+  for (size_t i = 0; i < places.size(); ++i) {
+    steps[i] = static_cast<int32_t>(load<Word>(base.data(), places[i] - first));
+    scratch[i] = load<Word>(next.data(), places[i] - first);
+  }
+#if defined(__x86_64__)
+  static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi");
+  if (avx2) return make_steps_avx2<Word>(steps, scratch, places.size());
+#endif
+  make_steps<Word>(steps, scratch, places.size());
+}
 
 // Is it the shortest way from one item to another?
 bool fits(Item item, int32_t step) {
@@ -391,10 +451,7 @@ void BlockEncoder::encode(uint32_t block, ConstBytes base, ConstBytes next, uint
         const ConstBytes to = next.subspan(section.begin + at, size);
         const auto first = static_cast<uint32_t>(at / sizeof(Word));
         const size_t count = compare<Word>(from, to, first, places);
-        for (size_t i = 0; i < count; ++i) {
-          const size_t place = places[i] - first;
-          steps[i] = step_between(load<Word>(from.data(), place), load<Word>(to.data(), place));
-        }
+        collect_steps<Word>(from, to, first, {places, count}, steps, scratch_->words.data());
         encoder.add({places, count}, {steps, count});
       }
     });

@@ -103,6 +103,9 @@ class BlockEncoder {
 uint32_t apply_block(const DeltaLayout& layout, const Block& block, ConstBytes base,
                      uint32_t base_checksum, Bytes out);
 
+// Reads the bytes once, as the comparison does, and no more: what its speed is set against.
+uint64_t read_through(ConstBytes data);
+
 // The portable twin of the comparison, for tests: the same blocks, without vector instructions.
 void force_portable_comparison(bool force);
 

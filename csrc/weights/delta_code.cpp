@@ -154,6 +154,60 @@ __attribute__((target("avx2"))) void make_records_avx2(const int32_t* steps, uin
 }
 #endif
 
+struct Records {
+  const uint32_t* records;
+  const uint32_t* sizes;
+  size_t count;
+  const Code* codes;
+  const Code* long_codes;
+};
+using Streams = std::array<ConstBytes, kStreams>;
+
+[[gnu::always_inline]] inline void write_record(BitWriter& writer, const Records& from, size_t i) {
+  const uint32_t record = from.records[i];
+  const uint32_t symbol = record & kSymbolMask;
+  const Code code = from.codes[symbol];
+  writer.put(code.bits | uint64_t{record >> kSymbolBits} << code.length, code.length + code.raw);
+  if (symbol < kFirstLong) return;
+  const uint32_t size = from.sizes[i] - 2;
+  const Code step = from.long_codes[LongBucket::of(size)];
+  const uint64_t raw = size & ((1U << step.raw) - 1);
+  writer.put(step.bits | raw << step.length, step.length + step.raw);
+}
+
+// Writes stream s to `out + s * room`.
+[[gnu::always_inline]] inline Streams write_all(const Records from, std::byte* out, size_t room) {
+  Streams streams;
+  for (size_t stream = 0; stream < kStreams; stream += 2) {  // two at once fit the registers
+    BitWriter even(out + stream * room);
+    BitWriter odd(out + (stream + 1) * room);
+    size_t i = stream;
+    for (; i + 1 < from.count; i += kStreams) {
+      write_record(even, from, i);
+      write_record(odd, from, i + 1);
+    }
+    if (i < from.count) write_record(even, from, i);
+    streams[stream] = even.finish();
+    streams[stream + 1] = odd.finish();
+  }
+  return streams;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("bmi,bmi2"))) Streams write_bmi2(const Records& from, std::byte* out,
+                                                       size_t room) {
+  return write_all(from, out, room);
+}
+#endif
+
+Streams write_streams(const Records& from, std::byte* out, size_t room) {
+#if defined(__x86_64__)
+  static const bool bmi2 = __builtin_cpu_supports("bmi2");
+  if (bmi2) return write_bmi2(from, out, room);
+#endif
+  return write_all(from, out, room);
+}
+
 unsigned raw_bits(uint32_t symbol) { return GapBucket::raw_bits(symbol % kGapBuckets) + 1; }
 
 }  // namespace
@@ -277,30 +331,9 @@ bool ChangeEncoder::finish(std::vector<std::byte>& out, size_t limit) {
 
   const size_t room = num_bytes + 2 * sizeof(uint64_t);  // of a stream
   if (streams_.size() < kStreams * room) streams_.resize(kStreams * room);
-  const auto write = [&](BitWriter& writer, size_t i) {
-    const uint32_t record = records_[i];
-    const uint32_t symbol = record & kSymbolMask;
-    const Code code = codes[symbol];
-    writer.put(code.bits | uint64_t{record >> kSymbolBits} << code.length, code.length + code.raw);
-    if (symbol < kFirstLong) return;
-    const uint32_t size = sizes_[i] - 2;
-    const Code step = long_codes[LongBucket::of(size)];
-    const uint64_t raw = size & ((1U << step.raw) - 1);
-    writer.put(step.bits | raw << step.length, step.length + step.raw);
-  };
-  std::array<ConstBytes, kStreams> streams;
-  for (size_t stream = 0; stream < kStreams; stream += 2) {  // two at once fit the registers
-    BitWriter even(streams_.data() + stream * room);
-    BitWriter odd(streams_.data() + (stream + 1) * room);
-    size_t i = stream;
-    for (; i + 1 < count_; i += kStreams) {
-      write(even, i);
-      write(odd, i + 1);
-    }
-    if (i < count_) write(even, i);
-    streams[stream] = even.finish();
-    streams[stream + 1] = odd.finish();
-  }
+  const Streams streams =
+      write_streams({records_.data(), sizes_.data(), count_, codes.data(), long_codes.data()},
+                    streams_.data(), room);
 
   const size_t before = out.size();
   put_varint(out, count_);

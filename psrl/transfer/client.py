@@ -316,9 +316,11 @@ class TransferQueue:
             await self._patience.insist(lambda: self._controller.announce_again(again))
 
     async def _locate(self, question: m.LocateRows, deadline: float) -> m.Located:
-        left = deadline - now()
-        located = await self._patience.insist(lambda: self._controller.locate_rows(question))
-        if isinstance(located, m.NotThere) and left > 0:
+        try:
+            located = await self._controller.locate_rows(question)
+        except ActorDied:
+            located = await self._patience.insist(lambda: self._controller.locate_rows(question))
+        if isinstance(located, m.NotThere) and deadline > now():
             located = await self._patience.insist(lambda: self._await_rows(question, deadline))
         if isinstance(located, m.NotThere):
             raise UnknownKey(located.what)

@@ -32,16 +32,20 @@ class Consumer:
     async def views(self, located: Located, fields: Sequence[str] | None) -> list[Row]:
         """Each row, in the order of `fields`: read-only views, of rows of other nodes arrays of one buffer."""
         names = [list(each) for each in located.names]
-        elsewhere = await self._fetch_rows(located)
+        if all(piece.record.node == self._node for pieces in located.rows for piece in pieces):
+            elsewhere = {}
+        else:
+            elsewhere = await self._fetch_rows(located)
         rows = []
         for pieces in located.rows:
             row: Row = {}
             for piece in pieces:
                 if piece.record.node == self._node:
-                    row.update(self._reader.read(piece.record.place, names[piece.names]))
+                    found = self._reader.read(piece.record.place, names[piece.names])
                 else:
                     arrays = elsewhere[piece.record]
-                    row.update({name: arrays[name] for name in names[piece.names]})
+                    found = {name: arrays[name] for name in names[piece.names]}
+                row = {**row, **found} if row else found
             rows.append(row if fields is None else {name: row[name] for name in fields})
         return rows
 
@@ -71,8 +75,6 @@ class Consumer:
             for piece in pieces:
                 if piece.record.node != self._node:
                     wanted.setdefault(piece.record, set()).update(located.names[piece.names])
-        if not wanted:
-            return {}
         readings, opened = await self._open(wanted)
         parts, place = [], 0
         for number, (ref, names) in enumerate(wanted.items()):

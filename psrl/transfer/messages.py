@@ -58,10 +58,12 @@ class Registered(msgspec.Struct, frozen=True, tag=True):
 
 
 class GrantExtents(msgspec.Struct, frozen=True, tag=True):
-    """A writer wants room for a record of `num_bytes`, waiting for it up to `wait_s`; `held` are its open extents."""
+    """A writer wants room for a record of `num_bytes`, waiting for it up to `wait_s`; `held` are its open extents. It
+    will fill `num_extents` at once, if those are more than a few."""
 
     client: QueueClient
     num_bytes: int
+    num_extents: int
     held: tuple[int, ...]
     wait_s: float
 

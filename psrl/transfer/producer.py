@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psrl._core import PendingRecord, QueueArena, QueueWriter, record_bytes
+from psrl._core import PendingRecords, QueueArena, QueueRows, QueueWriter
 from psrl.actor import within
 from psrl.clock import now
 from psrl.errors import ArenaFull
@@ -19,6 +19,9 @@ from psrl.transfer.storage import StorageActor
 Value = NDArray[Any] | np.generic | bytes
 Fields = Mapping[str, Value]
 """Of one row. Torch tensors on the host may stand for arrays."""
+
+Rows = Sequence[tuple[str, bytes, Fields]]
+"""Key, encoded tag, fields."""
 
 ROOM_WAIT_S = 5.0  # of one question for room
 
@@ -31,45 +34,52 @@ class Producer:
     ) -> None:
         """`timeout_s`: how long a write may wait for room."""
         self._client, self._storage, self._timeout_s, self._patience = client, storage, timeout_s, patience
+        self._extent_bytes = arena.extent_bytes
         self._writer = QueueWriter(arena, (client.number, client.incarnation))
         self._asking = asyncio.Lock()  # one question for room at a time
 
-    async def write(self, partition: str, rows: Sequence[tuple[str, bytes, Fields]]) -> list[RecordRef]:
-        """Write rows of (key, tag, fields) and commit them, all or none. Raises ArenaFull after the time-out, saying
-        where the room is."""
-        pending = [await self.begin(partition, key, tag, fields, rows) for key, tag, fields in rows]
+    async def write(self, partition: str, rows: Rows) -> list[RecordRef]:
+        """Write rows and commit them, all or none. Raises ArenaFull after the time-out, saying where the room is."""
         node = self._client.node
-        return [RecordRef(node, *record.commit()) for record in pending]
+        return [RecordRef(node, *place) for place in (await self.begin(partition, rows)).commit()]
 
-    async def begin(
-        self, partition: str, key: str, tag: bytes, fields: Fields, batch: Sequence[tuple[str, bytes, Fields]] = ()
-    ) -> PendingRecord:
-        """Write one row, uncommitted. `batch` is what it belongs to."""
-        row = _plain(fields)
-        pending = self._writer.begin(partition, key, tag, row)
-        if pending is not None:
-            return pending
-        num_bytes, deadline, is_first = record_bytes(partition, key, tag, row), now() + self._timeout_s, True
-        while True:
-            wait_s = 0.0 if is_first else max(0.0, min(ROOM_WAIT_S, deadline - now()))
+    async def begin(self, partition: str, rows: Rows) -> PendingRecords:
+        """Write rows, uncommitted."""
+        planned, pending = _planned(partition, rows), PendingRecords()
+        self._writer.begin(planned, pending)
+        if len(pending) < len(planned):
+            await self._go_on(planned, pending)
+        return pending
+
+    async def _go_on(self, planned: QueueRows, pending: PendingRecords) -> None:
+        """Get room for the rest, and write it."""
+        deadline, wait_s, sizes = now() + self._timeout_s, 0.0, planned.num_bytes()
+        while len(pending) < len(planned):
+            left = sizes[len(pending) :]
             async with self._asking:
-                question = GrantExtents(self._client, num_bytes, tuple(self._writer.held()), wait_s)
+                held = tuple(self._writer.held())
+                question = GrantExtents(self._client, left[0], self._extents(left), held, wait_s)
                 storage = within(self._storage, wait_s + 10.0)
                 answer = await self._patience.insist(partial(storage.grant_extents, question))
                 if not isinstance(answer, NoRoom):
                     self._writer.add(list(answer.grants))
-            pending = self._writer.begin(partition, key, tag, row)
-            if pending is not None:
-                return pending
-            if isinstance(answer, NoRoom):
-                total = sum(record_bytes(partition, key, tag, _plain(fields)) for key, tag, fields in batch)
-                if total > answer.usage.capacity or now() >= deadline:
-                    raise ArenaFull(self._complaint(num_bytes, total, answer))
-            is_first = False
+            if isinstance(answer, NoRoom) and (sum(sizes) > answer.usage.capacity or now() >= deadline):
+                raise ArenaFull(self._complaint(left[0], sum(sizes), answer))
+            self._writer.begin(planned, pending)
+            wait_s = max(0.0, min(ROOM_WAIT_S, deadline - now()))
 
     def close(self) -> None:
         """Give up the unused rest of the extents in hand."""
         self._writer.seal()
+
+    def _extents(self, sizes: list[int]) -> int:
+        """So many rows in a row will fill, each of one extent at most."""
+        number, room = 0, 0
+        for size in sizes:
+            if size > room:
+                number, room = number + 1, self._extent_bytes
+            room -= size
+        return number
 
     def _complaint(self, num_bytes: int, batch_bytes: int, answer: NoRoom) -> str:
         usage = answer.usage
@@ -83,6 +93,13 @@ class Producer:
             f"{usage.open_bytes} are open at writers. Clear rows, let go of arrays that were read, or raise "
             "transfer_queue.arena_bytes"
         )
+
+
+def _planned(partition: str, rows: Any) -> QueueRows:
+    try:
+        return QueueRows(partition, rows)
+    except TypeError:  # tensors among them, or mappings that are no dicts
+        return QueueRows(partition, [(key, tag, _plain(fields)) for key, tag, fields in rows])
 
 
 def _plain(fields: Fields) -> dict[str, Value]:

@@ -9,13 +9,13 @@ import logging
 
 from psrl._core import (
     ArenaManager,
-    PendingRecord,
+    PendingRecords,
     QueueArena,
     QueueReader,
+    QueueRows,
     QueueWriter,
     RecordInfo,
     Segment,
-    record_bytes,
 )
 from psrl.actor import Actor, handler
 from psrl.actor.bulk import Bulk
@@ -98,7 +98,8 @@ class StorageActor(Actor):
         deadline = now() + message.wait_s
         while True:
             keep = NOTE_EXTENTS if self._notes is not None else 0
-            grants = self._manager.grant(client, message.num_bytes, EXTENTS_PER_GRANT, list(message.held), keep)
+            count = max(EXTENTS_PER_GRANT, message.num_extents)
+            grants = self._manager.grant(client, message.num_bytes, count, list(message.held), keep)
             if grants:
                 return Granted(tuple(grants))
             left = deadline - now()
@@ -147,8 +148,8 @@ class StorageActor(Actor):
 
     @handler(idempotent=True)
     async def write_note(self, message: WriteNote) -> Noted:
-        pending = self._begin_note(message.key, message.text)
-        return Noted(None if pending is None else RecordRef(self._node, *pending.commit()))
+        refs = self._begin_note(message.key, message.text).commit()
+        return Noted(RecordRef(self._node, *refs[0]) if refs else None)
 
     @handler
     async def open_records(self, message: OpenRecords) -> Opened | NotThere:
@@ -179,16 +180,17 @@ class StorageActor(Actor):
     async def get_usage(self, message: GetUsage) -> Usage:
         return self._usage()
 
-    def _begin_note(self, key: str, text: bytes) -> PendingRecord | None:
+    def _begin_note(self, key: str, text: bytes) -> PendingRecords:
+        """Empty if there is no room."""
         if self._notes is None:
             client = self._manager.register_client(NOTE_CLIENT)
             self._notes = (QueueWriter(self._arena, client), client)
         writer, client = self._notes
-        pending = writer.begin(NOTES, key, text, {})
-        if pending is None:
-            num_bytes = record_bytes(NOTES, key, text, {})
-            writer.add(self._manager.grant(client, num_bytes, 1, writer.held()))
-            pending = writer.begin(NOTES, key, text, {})
+        rows, pending = QueueRows(NOTES, [(key, text, {})]), PendingRecords()
+        writer.begin(rows, pending)
+        if not len(pending):
+            writer.add(self._manager.grant(client, rows.num_bytes()[0], 1, writer.held()))
+            writer.begin(rows, pending)
         return pending
 
     def _usage(self) -> Usage:

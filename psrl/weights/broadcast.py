@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -159,12 +159,19 @@ class Broadcaster:
         return _report(transfers, epoch, version, [*(current & wanted), source], lost, started)
 
     async def gather_shares(
-        self, shares: Mapping[NodeName, Sequence[Range]], wanted: Sequence[Range], like: Prepare, timeout_s: float
+        self,
+        shares: Mapping[NodeName, Sequence[Range]],
+        wanted: Sequence[Range],
+        like: Prepare,
+        accept: Callable[[], Awaitable[None]],
+        timeout_s: float,
     ) -> Report:
         """A version whose parts were put by the ranks of several nodes: every node gets the others' parts.
 
-        `wanted` are the bytes that make the version; `like` says epoch, version and manifest. All nodes commit, or
-        none. Raises StorageError, naming what is missing, if the shares do not make a version.
+        `wanted` are the bytes that make the version; `like` says epoch, version and manifest. When all nodes have
+        sealed the same, `accept` is awaited (PSManager's Publish); then all commit. If it raises, none does.
+
+        Raises StorageError, naming what is missing, if the shares do not make a version.
         """
         started = now()
         gaps = missing(shares, wanted)
@@ -179,7 +186,7 @@ class Broadcaster:
             like, transfer=_number(), mode="shares", shares=parts, sums=b"", unit_bytes=self.settings.unit_bytes
         )
         others = [node for node in states if node not in shares]
-        transfer = _Transfer(self, prepare, list(shares), others, states, together=True)
+        transfer = _Transfer(self, prepare, list(shares), others, states, accept=accept)
         await transfer.run(timeout_s - (now() - started))
         return _report([transfer], like.epoch, like.version, [], lost | transfer.lost, started)
 
@@ -259,13 +266,14 @@ class _Transfer:
         destinations: Sequence[NodeName],
         states: Mapping[NodeName, ServerState],
         *,
-        together: bool = False,
+        accept: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """With `accept` sources too get what they lack, and all commit together once it returned."""
         self.prepare, self.lost, self.passed = prepare, dict[NodeName, str](), list[NodeName]()
         self.whole: list[NodeName] = []  # have committed it
         self.seconds, self.ended_s, self.num_bytes = 0.0, 0.0, 0
         self._settings, self._server = broadcaster.settings, broadcaster.server
-        self._sources, self._destinations, self._states, self._together = sources, destinations, states, together
+        self._sources, self._destinations, self._states, self._accept = sources, destinations, states, accept
         self._parts: tuple[int, ...] = ()
         self._num_units: list[int] = []
         self._routes: list[Route] = []
@@ -285,7 +293,7 @@ class _Transfer:
 
     @property
     def _receivers(self) -> list[NodeName]:
-        return self._alive if self._together else [node for node in self._alive if node not in self._sources]
+        return self._alive if self._accept is not None else [node for node in self._alive if node not in self._sources]
 
     async def run(self, timeout_s: float) -> "_Transfer":
         """Never raises for what happens to nodes: `lost` says it."""
@@ -297,8 +305,8 @@ class _Transfer:
                 watchers = [asyncio.ensure_future(self._watch(node)) for node in self._alive]
                 while self._receivers and not self._over():
                     await self._step()
-                if self._together:
-                    await self._commit_all()
+                if self._accept is not None:
+                    await self._commit_all(self._accept)
         except TimeoutError:
             for node in self._receivers:
                 if node not in self.whole:
@@ -313,7 +321,11 @@ class _Transfer:
         return self
 
     def _over(self) -> bool:
-        done = {node for node, progress in self._progress.items() if progress.sealed} if self._together else self.whole
+        done = (
+            {node for node, progress in self._progress.items() if progress.sealed}
+            if self._accept is not None
+            else self.whole
+        )
         return all(node in done for node in self._receivers)
 
     def _how_far(self, node: NodeName) -> str:
@@ -388,7 +400,7 @@ class _Transfer:
             pass
         self._changed.clear()
         await self._leave_lost()
-        if not self._together:
+        if self._accept is None:
             await self._commit([node for node in self._receivers if node not in self.whole and self._sealed(node)])
         for node, progress in list(self._progress.items()):
             for name, why in progress.lost.items():
@@ -508,7 +520,7 @@ class _Transfer:
             else:
                 self._lose(node, answer.reason)
 
-    async def _commit_all(self) -> None:
+    async def _commit_all(self, accept: Callable[[], Awaitable[None]]) -> None:
         """All nodes have sealed: the same, and none of the sources is lost; else none commits."""
         missing_sources = [node for node in self._sources if node in self.lost]
         sums = {self._progress[node].sums for node in self._receivers}
@@ -517,6 +529,7 @@ class _Transfer:
         elif len(sums) > 1:
             self._fail("the nodes sealed different versions")
         else:
+            await accept()
             await self._commit(self._receivers)
 
 

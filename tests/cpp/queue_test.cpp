@@ -37,6 +37,13 @@ Description row(const std::string& key, uint64_t num_values) {
   return {"train", key, "tag of " + key, {{"x", "<i8", {num_values}}, {"n", "<f4", {}}}};
 }
 
+std::optional<PendingRecord> begin_one(QueueWriter& writer, const PlannedRecord& planned) {
+  std::vector<PendingRecord> pending;
+  writer.begin(std::span(&planned, 1), pending);
+  if (pending.empty()) return std::nullopt;
+  return std::move(pending[0]);
+}
+
 // Whoever writes rows: values of "x" are all `value`.
 struct Writer {
   Writer(Node& node, const std::string& name)
@@ -47,12 +54,12 @@ struct Writer {
     const uint64_t length = plan_record(description);
     const std::vector<int64_t> x(num_values, value);
     const float n = 1.0f;
-    const std::vector<ConstBytes> payload{std::as_bytes(std::span(x)),
-                                          std::as_bytes(std::span(&n, 1))};
-    auto pending = writer.begin(description, length, payload);
+    const PlannedRecord planned{
+        description, length, {std::as_bytes(std::span(x)), std::as_bytes(std::span(&n, 1))}};
+    auto pending = begin_one(writer, planned);
     if (!pending) {
       writer.add(node.manager->grant(client, length, 2, writer.held()));
-      pending = writer.begin(description, length, payload);
+      pending = begin_one(writer, planned);
     }
     return pending;
   }
@@ -120,9 +127,34 @@ TEST(Queue, PayloadMustMatchItsShape) {
   Description description = row("k", 3);
   const uint64_t length = plan_record(description);
   const std::vector<std::byte> wrong(8);
-  const std::vector<ConstBytes> payload{wrong, wrong};
-  EXPECT_THROW(writer.writer.begin(description, length, payload), StorageError);
+  EXPECT_THROW(begin_one(writer.writer, {description, length, {wrong, wrong}}), StorageError);
   EXPECT_EQ(node.manager->scan().size(), 1u);  // and the record that it began is gone
+}
+
+TEST(Queue, ManyRecordsAtOnceAsFarAsThereIsRoom) {
+  Node node(4);
+  Writer writer(node, "w");
+  std::vector<std::vector<int64_t>> x;
+  std::vector<PlannedRecord> planned;
+  const float n = 1.0f;
+  for (int i = 0; i < 20; ++i) {
+    x.emplace_back(500, i);
+    Description description = row(std::to_string(i), 500);
+    const uint64_t length = plan_record(description);
+    planned.push_back(
+        {description, length, {std::as_bytes(std::span(x[i])), std::as_bytes(std::span(&n, 1))}});
+  }
+  std::vector<PendingRecord> pending;
+  writer.writer.begin(planned, pending);
+  EXPECT_TRUE(pending.empty());
+  writer.writer.add(node.manager->grant(writer.client, planned[0].length, 3, writer.writer.held()));
+  writer.writer.begin(planned, pending);
+  ASSERT_EQ(pending.size(), 9u);  // three to an extent
+  const QueueReader reader(node.map(), node.manager->register_client("r"));
+  EXPECT_TRUE(node.manager->scan().empty());
+  for (size_t i = 0; i < pending.size(); ++i) {
+    EXPECT_EQ(values(reader.read(pending[i].commit())), x[i]);
+  }
 }
 
 TEST(Queue, UncommittedIsInvisible) {
@@ -508,9 +540,9 @@ TEST(Queue, LeaseAndReclaimRace) {
       const uint64_t length = plan_record(description);
       const std::vector<int64_t> x(50 + i % 300, value);
       const float n = 0;
-      const std::vector<ConstBytes> payload{std::as_bytes(std::span(x)),
-                                            std::as_bytes(std::span(&n, 1))};
-      auto pending = writer.begin(description, length, payload);
+      const PlannedRecord planned{
+          description, length, {std::as_bytes(std::span(x)), std::as_bytes(std::span(&n, 1))}};
+      auto pending = begin_one(writer, planned);
       while (!pending) {
         std::vector<RecordRef> to_free;
         {
@@ -523,7 +555,7 @@ TEST(Queue, LeaseAndReclaimRace) {
         const std::lock_guard lock(manager_mutex);
         for (const RecordRef& ref : to_free) node.manager->free(ref);
         writer.add(node.manager->grant(writers[w]->client, length, 1, writer.held()));
-        pending = writer.begin(description, length, payload);
+        pending = begin_one(writer, planned);
         if (!pending) std::this_thread::yield();
       }
       const RecordRef ref = pending->commit();
@@ -582,13 +614,13 @@ TEST(Queue, WriterIsThreadSafe) {
         const uint64_t length = plan_record(description);
         const std::vector<int64_t> x(100, t * 1000 + i);
         const float n = 0;
-        const std::vector<ConstBytes> payload{std::as_bytes(std::span(x)),
-                                              std::as_bytes(std::span(&n, 1))};
-        auto pending = writer.writer.begin(description, length, payload);
+        const PlannedRecord planned{
+            description, length, {std::as_bytes(std::span(x)), std::as_bytes(std::span(&n, 1))}};
+        auto pending = begin_one(writer.writer, planned);
         while (!pending) {
           const std::lock_guard lock(manager_mutex);
           writer.writer.add(node.manager->grant(writer.client, length, 1, writer.writer.held()));
-          pending = writer.writer.begin(description, length, payload);
+          pending = begin_one(writer.writer, planned);
         }
         pending->commit();
       }

@@ -176,6 +176,7 @@ async def test_a_server_that_starts_again_frees_what_was_begun() -> None:
 async def test_parts_of_several_nodes_make_one_version_everywhere() -> None:
     """Two nodes' ranks have put every other tensor; each also gets the other's, a third gets both."""
     async with cluster(3, unit_bytes=100_000) as (broadcaster, nodes):
+        accepted: list[list[int]] = []
         for version in range(2):
             flat = version_bytes(version)
             shares = {"n0": MANIFEST.tensors[::2], "n1": MANIFEST.tensors[1::2]}
@@ -188,13 +189,23 @@ async def test_parts_of_several_nodes_make_one_version_everywhere() -> None:
             like = Prepare(0, "shares", 0, version, MANIFEST.digest, b"", 1, 10.0)
             wanted = [(spec.offset, spec.nbytes) for spec in MANIFEST.tensors]
             found = {node: [(spec.offset, spec.nbytes) for spec in specs] for node, specs in shares.items()}
+
+            async def accept() -> None:  # as PSManager does: when all have sealed, before any commits
+                sealed = [slot.version for node in nodes for slot in node.store.slots() if slot.state == "sealed"]
+                accepted.append(sealed)
+
             with pytest.raises(StorageError, match="were put by nobody"):
-                await broadcaster.gather_shares({"n0": found["n0"]}, wanted, like, timeout_s=10)
-            report = await broadcaster.gather_shares(found, wanted, like, timeout_s=30)
+                await broadcaster.gather_shares({"n0": found["n0"]}, wanted, like, accept, timeout_s=10)
+            report = await broadcaster.gather_shares(found, wanted, like, accept, timeout_s=30)
             report.require_all()
+            assert accepted[version:] == [[version] * 3]
             for node in nodes:
                 node.require(version)
                 node.require_idle()
+
+
+async def never() -> None:
+    raise AssertionError("nobody may be asked to accept a version that is not whole")
 
 
 async def test_without_one_part_nobody_commits() -> None:
@@ -204,7 +215,8 @@ async def test_without_one_part_nobody_commits() -> None:
         ranges = [(spec.offset, spec.nbytes) for spec in specs]
         await nodes[0].ref.offer(Offer(0, 0, ticket.slot, ticket.generation, pack_ranges(ranges[:2])))
         like = Prepare(0, "shares", 0, 0, MANIFEST.digest, b"", 1, 10.0)
-        report = await broadcaster.gather_shares({"n0": ranges[:2], "n1": ranges[2:]}, ranges, like, timeout_s=10)
+        shares = {"n0": ranges[:2], "n1": ranges[2:]}
+        report = await broadcaster.gather_shares(shares, ranges, like, never, timeout_s=10)
         assert report.have == ()
         assert "have not offered" in report.lost["n1"]
         assert all(node.store.newest() is None for node in nodes)

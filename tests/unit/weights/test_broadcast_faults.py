@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -81,6 +82,17 @@ class Process:
         self.store.release(lease)
         return newest.version
 
+    def stop_when_it_receives(self, version: int) -> None:
+        """SIGSTOP, as soon as the first bytes of a version are there."""
+        expected = version_bytes(version)[:4096]
+        while self.store.newest().version < version:
+            for index, slot in enumerate(self.store.slots()):
+                if slot.state == "writing" and slot.version == version:
+                    found = self.segment.view(self.store.memory_offset(index), len(expected))
+                    if np.array_equal(found, expected):
+                        self.child.send_signal(signal.SIGSTOP)
+                        return
+
     def descriptors(self) -> Counter[str]:
         """What the process has open, but for sockets: links to peers come and go."""
         folder = Path(f"/proc/{self.child.pid}/fd")
@@ -89,13 +101,15 @@ class Process:
 
 
 @asynccontextmanager
-async def processes(mode: str, kind: str = "chain") -> AsyncIterator[tuple[Broadcaster, dict[str, Process], Runtime]]:
+async def processes(
+    mode: str, kind: str = "chain", call_timeout_s: float = 3.0
+) -> AsyncIterator[tuple[Broadcaster, dict[str, Process], Runtime]]:
     with tempfile.TemporaryDirectory(prefix="psrl-") as folder:
         nodes = {name: Process(name, Path(folder)) for name in (f"n{i}" for i in range(NUM_NODES))}
         try:
             async with Runtime("test") as runtime:
                 refs = await asyncio.gather(*(node.start(runtime) for node in nodes.values()))
-                settings = BroadcastSettings(mode=mode, kind=kind, unit_bytes=256 << 10, call_timeout_s=3.0)
+                settings = BroadcastSettings(mode=mode, kind=kind, unit_bytes=256 << 10, call_timeout_s=call_timeout_s)
                 yield Broadcaster(dict(zip(nodes, refs)), settings), nodes, runtime
         finally:
             for node in nodes.values():
@@ -167,6 +181,26 @@ async def test_any_process_may_be_killed_two_hundred_times() -> None:
         await run_seed(seed + 100, mode, kind, rounds=8)
 
 
+async def test_a_relay_that_falls_behind_is_passed_by_and_still_gets_it() -> None:
+    """Stopped in the middle and let go on when the others are whole: nobody is lost."""
+    async with processes("full", call_timeout_s=20.0) as (broadcaster, nodes, _):
+        nodes["n0"].publish(0)
+        (await broadcaster.broadcast("n0", 0, 0, TIMEOUT_S)).require_all()
+        for version in range(1, 8):  # it may be whole before it can be stopped
+            nodes["n0"].publish(version)
+            running = asyncio.ensure_future(broadcaster.broadcast("n0", 0, version, TIMEOUT_S))
+            await asyncio.to_thread(nodes["n2"].stop_when_it_receives, version)
+            while nodes["n3"].store.newest().version < version:
+                await asyncio.sleep(0.01)
+            nodes["n2"].child.send_signal(signal.SIGCONT)
+            report = await running
+            report.require_all()
+            assert [node.version() for node in nodes.values()] == [version] * NUM_NODES
+            if report.passed_by:
+                break
+        assert report.passed_by == ("n2",)
+
+
 async def test_a_relay_that_stands_still_is_left_and_catches_up() -> None:
     """SIGSTOP: it neither answers nor takes bytes; the nodes behind it get the version from its predecessor."""
     async with processes("full") as (broadcaster, nodes, _):
@@ -174,11 +208,11 @@ async def test_a_relay_that_stands_still_is_left_and_catches_up() -> None:
         (await broadcaster.broadcast("n0", 0, 0, TIMEOUT_S)).require_all()
         nodes["n0"].publish(1)
         running = asyncio.ensure_future(broadcaster.broadcast("n0", 0, 1, TIMEOUT_S))
-        nodes["n1"].child.send_signal(19)
+        nodes["n1"].child.send_signal(signal.SIGSTOP)
         try:
             report = await running
         finally:
-            nodes["n1"].child.send_signal(18)
+            nodes["n1"].child.send_signal(signal.SIGCONT)
         assert set(report.lost) == {"n1"} or not report.lost
         assert {"n2", "n3"} <= set(report.have)
         await broadcaster.catch_up("n1", TIMEOUT_S)
