@@ -88,6 +88,14 @@ def test_the_end_of_data_ends_the_run_with_a_last_save_and_validation(run, tiny_
     assert CheckpointDir(tmp_path / "checkpoints").newest().step == 2
 
 
+def test_a_last_validation_that_a_kill_prevented_is_made_up_for(run, tiny_model, tmp_path) -> None:
+    run(2, make_config(tiny_model, save_freq=2))
+    config = make_config(tiny_model, test_freq=2, save_freq=2)
+    links = run(2, config, resume_from=CheckpointDir(tmp_path / "checkpoints").newest().path)
+    assert links.head.control.published == [(2, False)]
+    assert links.head.control.validated == [2]
+
+
 def test_validation_only(run, tiny_model) -> None:
     links = run(9, make_config(tiny_model, val_only=True))
     assert links.head.control.published == [(0, False)]
