@@ -32,7 +32,7 @@ from psrl.reward.wire import (
 START_TIMEOUT_S = 60.0  # interpreter, and whatever the user's file imports
 END_TIMEOUT_S = 10.0  # of a killed process to be gone
 _MAX_ROUNDS = 16  # of looking for what a child has started: while it is killed it may start more
-_EXIT_TIMEOUT_S = 1.0  # of a process that closed its socket to say how it ended
+_EXIT_TIMEOUT_S = 10.0  # of a process that closed its socket to end: only then can be said how
 
 
 class ScoreTimeout(PsrlError):
