@@ -146,7 +146,7 @@ def cut_callers(runtime: Runtime) -> None:
         inbound.connection.abort("cut by the test")
 
 
-async def until(true: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not true():
             await asyncio.sleep(0.001)
@@ -156,7 +156,7 @@ async def serve(path: str) -> None:
     async with Runtime("peer", listen=UnixAddress(path)) as runtime:
         runtime.spawn("counter", Counter())
         print("ready", flush=True)
-        await asyncio.sleep(60)
+        await asyncio.sleep(300)
 
 
 if __name__ == "__main__":
