@@ -69,6 +69,7 @@ async def test_a_task_that_will_not_end_is_named_and_closing_goes_on(caplog) -> 
             self.spawn(self.cling(), "clinging")
 
         async def cling(self) -> None:
+            self.events.append("clings")
             while not release.is_set():
                 try:
                     await release.wait()
@@ -77,10 +78,10 @@ async def test_a_task_that_will_not_end_is_named_and_closing_goes_on(caplog) -> 
 
     runtime = Runtime("here")
     await runtime.__aenter__()
-    other = Counter()
+    other, stubborn = Counter(), Stubborn()
     runtime.spawn("other", other)
-    runtime.spawn("stubborn", Stubborn())
-    await asyncio.sleep(0.01)
+    runtime.spawn("stubborn", stubborn)
+    await until(lambda: "clings" in stubborn.events)
     await runtime.close(timeout_s=0.1)
     assert "actor stubborn did not stop in" in caplog.text
     assert "stubborn/clinging" in caplog.text
@@ -95,8 +96,8 @@ async def test_an_error_in_stopped_is_logged_and_closing_goes_on(caplog) -> None
             raise OSError("sour")
 
     async with Runtime("here") as runtime:
-        runtime.spawn("sour", Sour())
-        await asyncio.sleep(0.01)
+        runtime.spawn("sour", sour := Sour())
+        await until(lambda: sour.events == ["started"])
     assert "actor sour: stopped() failed" in caplog.text
 
 
@@ -178,7 +179,7 @@ with BlockingRuntime("parent") as blocking:
 def test_a_forked_child_is_told_at_once() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(psrl.__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", FORKED, str(Path(__file__).parent)], env=environment, capture_output=True, timeout=60
+        [sys.executable, "-c", FORKED, str(Path(__file__).parent)], env=environment, capture_output=True, timeout=110
     )
     assert (done.returncode, done.stdout) == (0, b"1\n"), done.stderr
 
@@ -186,4 +187,4 @@ def test_a_forked_child_is_told_at_once() -> None:
 def test_importing_brings_neither_torch_nor_uvloop() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(psrl.__file__).parents[1])}
     program = "import psrl.actor, sys; assert not {'torch', 'uvloop', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=110)
