@@ -27,7 +27,7 @@ from psrl.reward.messages import Score, Scored
 from psrl.rollout.agent_loop import SingleTurn
 from psrl.rollout.messages import Generate, Generated
 from psrl.rollout.worker import AgentLoopWorker, WorkerSettings
-from psrl.types import Epoch, FinishReason, Version, VersionSpan
+from psrl.types import Epoch, FinishReason, TrajectoryId, Version, VersionSpan
 
 E0 = Epoch(0)
 SETTINGS = ControlSettings(total_steps=1, batch_size=2, rollout_n=2, staleness=0)
@@ -38,9 +38,11 @@ class Gateway(Actor):
 
     def __init__(self, manager: PSManager) -> None:
         self._manager = manager
+        self.seeds: dict[TrajectoryId, set[int]] = {}
 
     @handler
     async def generate(self, message: Generate) -> Generated:
+        self.seeds.setdefault(message.trajectory, set()).add(message.sampling.seed)
         answer = await self._manager.reserve(Reserve(E0, message.trajectory, Version(0), "r0"))
         reason = FinishReason.ABORT if isinstance(answer, Refused) else FinishReason.STOP
         ids, log_probs = np.array([3, 4], "<i4").tobytes(), np.array([-1, -1], "<f4").tobytes()
@@ -100,10 +102,11 @@ async def test_rows_that_were_counted_stay_although_the_answer_came_too_late(
     async with Runtime("head") as runtime:
         actor = PSManager(SETTINGS, MemoryFeed(), MemoryEffects(), TrajectoryLog(tmp_path))
         manager = runtime.spawn("psmanager", actor)
+        gateway = Gateway(manager)
         worker: Any = AgentLoopWorker(
             "a",
             manager=Manager(manager, {which: lost}),
-            gateway=runtime.spawn("gateway", Gateway(manager)),
+            gateway=runtime.spawn("gateway", gateway),
             queue=queue,
             rewards=Rewards(),
             tokenizer=Tokenizer(),
@@ -123,3 +126,6 @@ async def test_rows_that_were_counted_stay_although_the_answer_came_too_late(
         await running
         counters: Counters = (await manager.get_status(GetStatus())).counters
         assert counters.trained == 2
+        assert counters.failed == 0 or not retry_limit
+        assert all(len(seeds) == 1 for seeds in gateway.seeds.values()), "another try draws the same"
+        assert len(set.union(*gateway.seeds.values())) == len(gateway.seeds), "siblings draw apart"
