@@ -249,7 +249,7 @@ class Link:
                 hello = await line.greeted
             if hello.protocol != PROTOCOL:
                 raise WireError(f"{self.address} speaks protocol {hello.protocol}, this runtime {PROTOCOL}")
-        except BaseException:
+        except BaseException:  # also when cancelled: nobody else has this connection yet
             line.connection.abort("the handshake failed")
             raise
         restarted = self._peer_session not in (None, hello.session)

@@ -68,7 +68,7 @@ class ScoringProcess:
         except TimeoutError:
             await self.kill()
             raise ProcessDied(f"{self._plan}: not loaded after {START_TIMEOUT_S:g} s") from None
-        except BaseException:
+        except BaseException:  # also when cancelled: half started, it is of no use
             await self.kill()
             raise
         if isinstance(answer, LoadFailed):
@@ -87,7 +87,7 @@ class ScoringProcess:
             raise ScoreTimeout(
                 f"{self._plan} gave no score within reward.reward_loop_worker.timeout_s={timeout_s:g} s"
             ) from None
-        except BaseException:
+        except BaseException:  # also when cancelled: its late answer would be taken for the next sample's
             await self.kill()
             raise
         assert isinstance(answer, Done | Raised)
