@@ -116,14 +116,11 @@ void bind_manager(py::module_& m) {
       .def_property_readonly("key", [](const RecordInfo& info) { return info.description.key; })
       .def_property_readonly("tag",
                              [](const RecordInfo& info) { return py::bytes(info.description.tag); })
-      .def_property_readonly("fields",
-                             [](const RecordInfo& info) {
-                               std::vector<std::string> names;
-                               for (const Field& f : info.description.fields)
-                                 names.push_back(f.name);
-                               return names;
-                             })
-      .def_readonly("written_ns", &RecordInfo::written_ns);
+      .def_property_readonly("fields", [](const RecordInfo& info) {
+        std::vector<std::string> names;
+        for (const Field& f : info.description.fields) names.push_back(f.name);
+        return names;
+      });
 
   py::class_<Released>(m, "Released")
       .def_readonly("known", &Released::known)
@@ -159,7 +156,6 @@ void bind_manager(py::module_& m) {
           py::arg("ref"))
       .def("release_client", &ArenaManager::release_client, py::arg("name"), Release())
       .def("scan", &ArenaManager::scan, Release())
-      .def("sweep", &ArenaManager::sweep, Release())
       .def("free_bytes", &ArenaManager::free_bytes, Release());
 }
 
@@ -208,7 +204,6 @@ void bind_queue(py::module_& m) {
       .def_static("format", &Arena::format, py::arg("segment"), py::arg("extent_bytes"),
                   py::arg("max_clients"))
       .def_static("open", &Arena::open, py::arg("segment"))
-      .def_static("is_formatted", &Arena::is_formatted, py::arg("segment"))
       .def_static("segment_bytes", &Arena::segment_bytes, py::arg("num_extents"),
                   py::arg("extent_bytes"), py::arg("max_clients"))
       .def_property_readonly("extent_bytes", &Arena::extent_bytes)

@@ -77,7 +77,7 @@ class FreeRecords(msgspec.Struct, frozen=True, tag=True):
 
 
 class Freed(msgspec.Struct, frozen=True, tag=True):
-    num_records: int
+    """Whatever of them was there."""
 
 
 class ReleaseClient(msgspec.Struct, frozen=True, tag=True):

@@ -99,7 +99,7 @@ async def test_a_killed_process_is_restarted_with_a_new_pid_until_the_limit(tmp_
     assert [exit_.restart_in_s for exit_ in exits] == [0.01, 0.02, None]
     assert len({exit_.pid for exit_ in exits}) == 3
     assert last.reason == "killed by signal 9 (SIGKILL)"
-    assert launcher.first_failure == last
+    assert (launcher.failure_report() or "").startswith(f"First failure: {last}\n")
     assert launcher.running == ()
 
 
