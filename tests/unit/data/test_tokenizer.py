@@ -49,6 +49,7 @@ def test_tiny_equals_transformers(tmp_path: Path) -> None:
     same_as_transformers(tiny(tmp_path / "tiny"))
 
 
+@pytest.mark.timeout(900)  # the model may be made first
 def test_smollm2_equals_transformers(smollm2_dir: Path) -> None:
     same_as_transformers(smollm2_dir)
 
