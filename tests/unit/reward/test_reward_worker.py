@@ -18,7 +18,7 @@ import uvloop
 
 from psrl.actor import Runtime, within
 from psrl.clock import now
-from psrl.config.schema import Data, Reward, RewardFn
+from psrl.config.schema import Data, Reward, RewardFn, RewardKwargs, RewardManager
 from psrl.errors import ActorError, CallTimeout, ConfigError
 from psrl.reward import RewardPlan, RewardWorker, verify
 from psrl.reward.messages import GetRewardStats, RewardStats, Score, Scored, ScoreFailed
@@ -170,6 +170,15 @@ async def test_built_in_rule_and_answer_in_place() -> None:
             (4, 1.0),
         ]
         assert (await stats_of(worker)).scored == 5
+
+
+@pytest.mark.parametrize(("method", "raw"), [("strict", 0.0), ("flexible", 1.0)])
+async def test_how_the_built_in_rule_finds_the_answer_is_a_setting(method: str, raw: float) -> None:
+    managers = {"dapo": RewardManager(reward_kwargs=RewardKwargs(gsm8k_method=method))}
+    async with worker_of(RewardPlan.of(Reward(managers=managers), data())) as (worker, _):
+        scored = await worker.score(score("so it is 137", "137", "openai/gsm8k"))
+    assert isinstance(scored, Scored)
+    assert scored.raw_score == raw
 
 
 async def test_custom_function_gets_keywords_and_gives_metrics(functions: Path) -> None:
