@@ -29,7 +29,7 @@ from psrl.launch.supervise import RestartPolicy, Restarts, reason
 
 _HERE = Path(__file__).parent
 _PYTHON = (sys.executable, "-I", "-S")
-_KILL_WAIT_S = 5.0  # a killed process that is not gone by then is stuck in the kernel
+_KILL_WAIT_S = 30.0  # a killed process that is not gone by then is stuck in the kernel; large memory takes seconds
 
 _log = logging.getLogger(__name__)
 
