@@ -1,145 +1,135 @@
-"""What does a call between two processes cost, against the socket itself?
+"""What does a call between two processes cost, against the socket itself and against others' calls?
 
-Round trips one after another, in one run, interleaved in rounds: a call to an actor over a Unix socket; a raw asyncio
-echo of a frame of the same size over a Unix socket; a call to an actor in the same process. Both peers live in one
-other process, all loops are uvloop. Prints one JSON object; `ratio` is the actor call's p50 over the echo's p50.
+Round trips one after another. Each contender (bench/rpc_contenders.py) has a server and a caller process of its own;
+all are up during the whole run, and the rounds go through them in turn, so that all see the same machine. Prints one
+JSON object: the p50 of all calls of each, and the median over the rounds of the ratios of p50s.
 
-    python bench/bench_rpc.py [--rounds N] [--calls N] [--bytes N]
+    python bench/bench_rpc.py [--peers PYTHON] [--rounds N] [--calls N] [--bytes N]
+
+Peers live in a virtualenv of their own; those that it lacks are named and left out:
+
+    python -m venv /tmp/peers && /tmp/peers/bin/pip install grpcio xoscar ray
+    python bench/bench_rpc.py --peers /tmp/peers/bin/python
 """
 
 import argparse
-import asyncio
 import contextlib
+import itertools
 import json
+import os
 import platform
+import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
-import msgspec
-
-from psrl.actor import Actor, Runtime, UnixAddress, handler, run
+from rpc_contenders import CONTENDERS, PEERS
 
 ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = ROOT / "bench" / "rpc_contenders.py"
+MODULES = {"grpc_aio": "grpc", "xoscar": "xoscar", "ray": "ray"}
+RATIOS = [
+    ("psrl_tcp", "raw_tcp"),
+    ("psrl_tcp_waiting", "raw_tcp"),
+    ("psrl_unix", "raw_unix"),
+    *(("psrl_tcp", peer) for peer in PEERS),
+    *(("psrl_unix", peer) for peer in PEERS),
+]
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
-    payload: bytes
+class Side:
+    """A process of a contender, spoken to in lines of JSON."""
+
+    def __init__(self, stack: contextlib.ExitStack, python: str, *arguments: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [python, str(PROGRAM), *arguments]
+        pipe = subprocess.PIPE
+        self._process = stack.enter_context(
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment)
+        )
+        stack.callback(self._process.communicate)  # its input ends, and it goes
+        self._name = " ".join(arguments[:2])
+
+    def hear(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self._name} ended early; run it by hand to see why")
+        return json.loads(line)
+
+    def ask(self, num_calls: int) -> list[float]:
+        """Seconds of each of `num_calls` round trips."""
+        assert self._process.stdin is not None
+        print(num_calls, file=self._process.stdin, flush=True)
+        times: list[float] = self.hear()
+        return times
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
-    payload: bytes
+def has(python: str, module: str) -> bool:
+    return subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode == 0
 
 
-class Echo(Actor):
-    @handler
-    async def ask(self, message: Ask) -> Answer:
-        return Answer(message.payload)
-
-
-class RawEcho(asyncio.Protocol):
-    """Sends back what comes: the least that a peer on this loop can do."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._transport.write(data)
-
-
-class RawCaller(asyncio.Protocol):
-    """Sends `frame` and waits until as many bytes are back."""
-
-    def __init__(self, frame: bytes) -> None:
-        self._frame, self._left = frame, 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._left -= len(data)
-        if self._left == 0:
-            self._back.set_result(None)
-
-    async def ask(self) -> None:
-        self._left = len(self._frame)
-        self._back = asyncio.get_running_loop().create_future()
-        self._transport.write(self._frame)
-        await self._back
-
-
-async def serve(folder: Path) -> None:
-    """The other process: both peers, until it is told to end."""
-    server = await asyncio.get_running_loop().create_unix_server(RawEcho, str(folder / "raw"))
-    async with Runtime("peer", listen=UnixAddress(str(folder / "actor"))) as runtime:
-        runtime.spawn("echo", Echo())
-        print("ready", flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-    server.close()
-
-
-async def measure(ask: Callable[[], Awaitable[object]], num_calls: int) -> list[float]:
-    """Seconds of each of `num_calls` round trips."""
-    times = []
-    for _ in range(num_calls):
-        start = time.perf_counter()
-        await ask()
-        times.append(time.perf_counter() - start)
+def measure(callers: dict[str, Side], rounds: int, num_calls: int) -> dict[str, list[list[float]]]:
+    """Seconds of each call, by contender and round."""
+    for caller in callers.values():
+        caller.ask(num_calls // 5)  # warm
+    times: dict[str, list[list[float]]] = {name: [] for name in callers}
+    for _ in range(rounds):
+        for name, caller in callers.items():
+            times[name].append(caller.ask(num_calls))
     return times
 
 
-async def compare(folder: Path, rounds: int, num_calls: int, num_bytes: int) -> dict[str, object]:
-    message = Ask(bytes(num_bytes))
-    frame = bytes(len(msgspec.msgpack.encode(message)) + 40)  # about what an envelope adds
-    _, raw = await asyncio.get_running_loop().create_unix_connection(lambda: RawCaller(frame), str(folder / "raw"))
-    async with Runtime("caller") as runtime:
-        remote = await runtime.connect(Echo, "echo", UnixAddress(str(folder / "actor")))
-        local = runtime.spawn("echo", Echo())
-        asks = {"actor": lambda: remote.ask(message), "raw": raw.ask, "in_process": lambda: local.ask(message)}
-        times: dict[str, list[float]] = {name: [] for name in asks}
-        for ask in asks.values():
-            await measure(ask, num_calls // 10)  # warm
-        for _ in range(rounds):
-            for name, ask in asks.items():
-                times[name] += await measure(ask, num_calls)
-        concurrent = []
-        for _ in range(rounds):
-            start = time.perf_counter()
-            await asyncio.gather(*(remote.ask(message) for _ in range(1000)))
-            concurrent.append(time.perf_counter() - start)
-    p50 = {name: sorted(found)[len(found) // 2] * 1e6 for name, found in times.items()}
+def summary(times: dict[str, list[list[float]]]) -> dict[str, Any]:
+    medians = {name: [statistics.median(found) for found in rounds] for name, rounds in times.items()}
+    p50 = {name: statistics.median(itertools.chain(*rounds)) for name, rounds in times.items()}
+    ratios = {
+        f"{ours}/{theirs}": round(statistics.median(a / b for a, b in zip(medians[ours], medians[theirs])), 2)
+        for ours, theirs in RATIOS
+        if ours in medians and theirs in medians
+    }
+    peers = [name for name in PEERS if name in medians]
     return {
-        "bytes": num_bytes,
-        "actor_p50_us": round(p50["actor"], 1),
-        "raw_p50_us": round(p50["raw"], 1),
-        "in_process_p50_us": round(p50["in_process"], 1),
-        "ratio": round(p50["actor"] / p50["raw"], 2),
-        "concurrent_us_per_call": round(sorted(concurrent)[rounds // 2] * 1e3, 1),
+        "p50_us": {name: round(found * 1e6, 1) for name, found in p50.items()},
+        "ratios": ratios,
+        "best_peer": min(peers, key=p50.__getitem__, default=None),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--calls", type=int, default=300, help="of each kind in a round")
+    parser.add_argument("--peers", metavar="PYTHON", help="of a virtualenv that has grpcio, xoscar and ray, or some")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--calls", type=int, default=300, help="of each contender in a round")
     parser.add_argument("--bytes", type=int, default=100, help="payload of a message")
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve is not None:
-        run(serve(options.serve))
-        return
+    pythons = {name: options.peers if name in PEERS else sys.executable for name in CONTENDERS}
+    skipped = [name for name in PEERS if options.peers is None or not has(options.peers, MODULES[name])]
+    for name in skipped:
+        print(f"{name} is left out: see --peers", file=sys.stderr)
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="psrl-")))
-        command = [sys.executable, __file__, "--serve", str(folder)]
-        peer = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT))
-        stack.callback(peer.terminate)
-        assert peer.stdout is not None
-        assert peer.stdout.readline() == b"ready\n"
-        result = run(compare(folder, options.rounds, options.calls, options.bytes))
-    print(json.dumps({"bench": "rpc", **result, "python": platform.python_version(), "machine": platform.machine()}))
+        callers = {}
+        for name, python in pythons.items():
+            if name not in skipped:
+                where = json.dumps(Side(stack, python, "serve", name).hear())
+                callers[name] = Side(stack, python, "call", name, where, str(options.bytes))
+                callers[name].hear()
+        load = os.getloadavg()[0]
+        result = summary(measure(callers, options.rounds, options.calls))
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    about = {
+        "bytes": options.bytes,
+        "rounds": options.rounds,
+        "calls": options.calls,
+        "skipped": skipped,
+        "load": [round(load, 1), round(os.getloadavg()[0], 1)],
+        "cpus": os.cpu_count(),
+        "commit": commit.strip(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    print(json.dumps({"bench": "rpc", **result, **about}, indent=1))
 
 
 if __name__ == "__main__":

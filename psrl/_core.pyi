@@ -236,8 +236,23 @@ class Released:
     @property
     def num_leases(self) -> int: ...
     @property
-    def records(self) -> list[RecordInfo]:
+    def num_records(self) -> int:
         """Committed records of the client; they stay."""
+
+class ArenaUsage:
+    """Where the arena's bytes are, in whole extents."""
+
+    @property
+    def free(self) -> int: ...
+    @property
+    def open(self) -> int:
+        """At writers."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def leased(self) -> int:
+        """Empty, but readers still look at them."""
 
 class ArenaManager:
     """Who has which extent. One at a time, on one thread; all state is in the segment."""
@@ -260,11 +275,22 @@ class ArenaManager:
     def release_client(self, name: str) -> Released:
         """The process is dead: seal its extents, return its leases, forget its half-written records. Idempotent."""
 
-    def scan(self) -> list[RecordInfo]:
-        """All committed records, oldest first."""
+    def holds(self, ref: Ref) -> bool:
+        """Is it a committed record that was not freed?"""
 
-    def free_bytes(self) -> int:
-        """Bytes in free extents, after a sweep."""
+    def scan(self, first: int, max_records: int, owner: Client | None = None) -> tuple[list[RecordInfo], int]:
+        """Committed records of the extents from `first` on (of one client), in no order; and where to go on.
+
+        At least max_records unless that was all; then the second is num_extents.
+        """
+
+    def incarnations(self) -> list[int]:
+        """The life that each place of the client table is in: odd while somebody has it."""
+
+    def usage(self) -> ArenaUsage:
+        """After looking at every extent."""
+
+    def free_bytes(self) -> int: ...
 
 class PendingRecord:
     """Written but invisible; aborted if dropped without commit()."""
@@ -295,3 +321,177 @@ class QueueReader:
 
         UnknownKey if the record was cleared or lacks a field: never another row's bytes.
         """
+
+    def open(self, ref: Ref) -> QueueRecord:
+        """The record, leased until it is gone. UnknownKey if it was cleared."""
+
+class QueueRecord:
+    """A record under a lease, or only the description of one that is on another node."""
+
+    @staticmethod
+    def elsewhere(description: bytes, length: int) -> QueueRecord:
+        """ChecksumMismatch if the description makes no sense."""
+
+    def description(self) -> bytes: ...
+    def place_in(self, segment: Segment) -> int:
+        """Its offset in the segment that it is read from."""
+
+    @property
+    def length(self) -> int:
+        """Bytes, with header."""
+
+class Packing:
+    """The plan of a ragged batch: which bytes of which record go where in one buffer."""
+
+    def __init__(
+        self, records: list[QueueRecord], rows: list[list[tuple[int, list[str]]]], names: list[str] | None
+    ) -> None:
+        """Of each row: which of `records` gives which fields. StorageError if rows cannot stand in one column."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def columns(
+        self,
+    ) -> list[tuple[str, np.dtype[Any], tuple[int, ...], bool, npt.NDArray[np.int64], int, int]]:
+        """name, dtype, shape of one value, rows are scalars, offsets, place in the buffer, bytes."""
+
+    def copy(self, buffer: npt.NDArray[np.uint8]) -> None:
+        """Copy what is here; the GIL is released."""
+
+    def parts(self, first: int, end: int) -> npt.NDArray[np.int64]:
+        """Of the records from `first` to `end` that are elsewhere: [N, 4] record, offset in it, length, place."""
+
+class LinkRegion:
+    """Memory that a link may touch; see LinkEndpoint.add_region."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def writable(self) -> bool: ...
+    @property
+    def numa_node(self) -> int:
+        """Of its first byte; -1: unknown."""
+
+class LinkEvent:
+    @property
+    def kind(self) -> str:
+        """done | notice | connected | lost"""
+
+    @property
+    def peer(self) -> int: ...
+    @property
+    def op(self) -> int:
+        """Of done: what the operation's call returned."""
+
+    @property
+    def status(self) -> str:
+        """ok | timeout | peer_lost | refused | stale | closed. Of lost: closed after a goodbye, else peer_lost."""
+
+    @property
+    def data(self) -> bytes:
+        """The notice; of done and lost why, of connected (and a connect that is done) the peer's name."""
+
+class LinkEndpoint:
+    """Bulk data to and from other nodes: csrc/link/link.h has the contract. Thread-safe.
+
+    connect, put, pull, notify and flush return a number at once; `poll` gives an event with that number when they
+    ended. Until then their memory must stay as it is. Mistakes that need no peer to be seen raise LinkError.
+    `pieces` are rows (local offset, remote offset, length) in bytes.
+    """
+
+    def __init__(
+        self, transport: str, *, name: str, host: str = "127.0.0.1", port: int = 0, token: bytes = b""
+    ) -> None:
+        """Listen on `host`. `transport`: tcp (needs a token of 16 bytes or more) or ucx (trusts its network)."""
+
+    @property
+    def address(self) -> str:
+        """What `connect` of a peer takes."""
+
+    @property
+    def description(self) -> str: ...
+    @property
+    def fd(self) -> int:
+        """Readable while `poll` has something."""
+
+    def add_region(self, memory: Segment | _Array) -> LinkRegion:
+        """A segment, or any contiguous writable buffer, which is held until the region and its windows are gone."""
+
+    def remove_region(self, region: LinkRegion) -> None:
+        """Withdraws its windows."""
+
+    def advertise(self, region: LinkRegion, offset: int, length: int, access: str) -> bytes:
+        """A window for `put` or `pull`, as bytes for the peer that is to use it."""
+
+    def withdraw(self, advert: bytes) -> None:
+        """When it returned, nothing is written there any more."""
+
+    def connect(self, address: str, timeout_s: float) -> int: ...
+    def put(
+        self, peer: int, into: bytes, source: LinkRegion, pieces: npt.ArrayLike, notice: bytes, timeout_s: float
+    ) -> int: ...
+    def pull(self, peer: int, source: bytes, into: LinkRegion, pieces: npt.ArrayLike, timeout_s: float) -> int: ...
+    def notify(self, peer: int, notice: bytes, timeout_s: float) -> int: ...
+    def flush(self, peer: int, timeout_s: float) -> int: ...
+    def poll(self) -> list[LinkEvent]: ...
+    def counters(self) -> list[dict[str, Any]]:
+        """Of each peer: name, address, bytes_put, bytes_received, puts, pulls, notices, failures."""
+
+    def disconnect(self, peer: int, timeout_s: float) -> None: ...
+    def close(self, timeout_s: float) -> bool:
+        """Ends what is under way, says goodbye. False: not all peers did in time. Idempotent."""
+
+class Device:
+    """Where staged bytes go: the host, or a GPU by its driver."""
+
+    def __init__(self, name: str) -> None:
+        """cpu, cuda or cuda:N. StorageError says what is missing."""
+
+    @property
+    def name(self) -> str: ...
+
+class HostRegistration:
+    """A segment locked for fast copies to a device, in pieces of 16 MiB; on the host nothing. Until `close` or its
+    end."""
+
+    def __init__(self, device: Device, segment: Segment, pause_s: float = 0.005) -> None:
+        """Sleeps `pause_s` between pieces: all else that uses the GPU waits during one. StorageError by name."""
+
+    @property
+    def num_pieces(self) -> int: ...
+    def close(self) -> None: ...
+
+class StagedWeights:
+    @property
+    def lease(self) -> WeightLease:
+        """Of what was staged; given back already, unless in place."""
+
+    @property
+    def num_revoked(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+class StageProgress:
+    @property
+    def running(self) -> bool: ...
+    @property
+    def num_bytes(self) -> int:
+        """Of the present attempt."""
+
+    @property
+    def num_revoked(self) -> int: ...
+
+class WeightStager:
+    """Copies versions to a device on a native thread; psrl.weights.stage wraps it."""
+
+    def __init__(
+        self, store: WeightStore, manifest_hash: bytes, client: str, device: Device, into: int, owner: object
+    ) -> None:
+        """`into`: address on the device of `store.data_bytes` bytes that `owner` keeps."""
+
+    def start(self, min_version: int, min_epoch: int, timeout_s: float, in_place: bool) -> None: ...
+    def wait(self, timeout_s: float) -> StagedWeights | None:
+        """None: still running. Raises what it ended with."""
+
+    def cancel(self) -> None: ...
+    def progress(self) -> StageProgress: ...

@@ -12,8 +12,10 @@
     |- StorageError         shared memory: segment, queue or weight slot
     |  |- ArenaFull         no room for the row; says how much is missing
     |  |- UnknownKey        a key, field or partition is not there
+    |  |- NotReady          fewer rows than asked for were ready by the deadline
     |  |- Revoked           the lease was taken back; start again on the newest version
     |  `- ChecksumMismatch  bytes are not what was committed
+    |- LinkError            bulk data to or from another node did not get there; says which peer and why
     |- CheckpointError      a checkpoint could not be written or read; the last good one stands
     |- StaleMessage         a message of an older epoch
     |- EngineError          an inference engine failed
@@ -79,12 +81,24 @@ class UnknownKey(StorageError):
     """A partition, key or field that is not there."""
 
 
+class NotReady(StorageError):
+    """Fewer rows than asked for were ready by the deadline; none was taken."""
+
+
 class Revoked(StorageError):
     """The lease is more than one version old and was taken back."""
 
 
 class ChecksumMismatch(StorageError):
     """The bytes read are not those that were committed."""
+
+
+class LinkError(PsrlError):
+    """Bulk data to or from another node did not get there. `status` says how it ended, the text why."""
+
+    def __init__(self, text: str, status: str = "refused") -> None:
+        self.status = status
+        super().__init__(text)
 
 
 class CheckpointError(PsrlError):

@@ -36,6 +36,12 @@ class ChecksumMismatch : public StorageError {
   using StorageError::StorageError;
 };
 
+// A link to another node cannot do what was asked; says which peer, address or range.
+class LinkError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // StorageError with the text of errno: "WHAT: No space left on device".
 [[noreturn]] void throw_errno(const std::string& what);
 

@@ -26,6 +26,8 @@ void translate(std::exception_ptr pointer) {
     raise("ChecksumMismatch", error);
   } catch (const StorageError& error) {
     raise("StorageError", error);
+  } catch (const LinkError& error) {
+    raise("LinkError", error);
   }
 }
 

@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstring>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -14,8 +16,10 @@
 #include "base/errors.h"
 #include "bindings/bindings.h"
 #include "queue/manager.h"
+#include "queue/packing.h"
 #include "queue/reader.h"
 #include "queue/writer.h"
+#include "shm/segment.h"
 
 namespace psrl::bindings {
 namespace {
@@ -131,7 +135,13 @@ void bind_manager(py::module_& m) {
                              })
       .def_readonly("num_extents", &Released::num_extents)
       .def_readonly("num_leases", &Released::num_leases)
-      .def_readonly("records", &Released::records);
+      .def_readonly("num_records", &Released::num_records);
+
+  py::class_<ArenaUsage>(m, "ArenaUsage")
+      .def_readonly("free", &ArenaUsage::free)
+      .def_readonly("open", &ArenaUsage::open)
+      .def_readonly("rows", &ArenaUsage::rows)
+      .def_readonly("leased", &ArenaUsage::leased);
 
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<ArenaManager>(m, "ArenaManager")
@@ -154,8 +164,25 @@ void bind_manager(py::module_& m) {
           "free",
           [](ArenaManager& manager, const RefTuple& ref) { return manager.free(to_ref(ref)); },
           py::arg("ref"))
+      .def(
+          "holds",
+          [](const ArenaManager& manager, const RefTuple& ref) {
+            return manager.holds(to_ref(ref));
+          },
+          py::arg("ref"))
       .def("release_client", &ArenaManager::release_client, py::arg("name"), Release())
-      .def("scan", &ArenaManager::scan, Release())
+      .def(
+          "scan",
+          [](const ArenaManager& manager, uint32_t first, size_t max_records,
+             const std::optional<ClientTuple>& owner) {
+            std::optional<ClientId> client;
+            if (owner) client = to_client(*owner);
+            ScanPage page = manager.scan(first, max_records, client);
+            return std::pair(std::move(page.records), page.next);
+          },
+          py::arg("first"), py::arg("max_records"), py::arg("owner") = py::none(), Release())
+      .def("incarnations", &ArenaManager::incarnations)
+      .def("usage", &ArenaManager::usage, Release())
       .def("free_bytes", &ArenaManager::free_bytes, Release());
 }
 
@@ -197,6 +224,101 @@ void bind_writer(py::module_& m) {
       py::arg("partition"), py::arg("key"), py::arg("tag"), py::arg("fields"));
 }
 
+// A record as a reader has it, or only its description, of one that is on another node.
+struct Opened {
+  std::shared_ptr<Lease> lease;  // null: elsewhere
+  PackSource source;
+  uint64_t length = 0;
+};
+
+Opened open_record(const QueueReader& reader, const RefTuple& ref) {
+  RecordView view = reader.read(to_ref(ref));
+  return {std::move(view.lease), {std::move(view.description), view.bytes}, view.bytes.size()};
+}
+
+Opened open_elsewhere(const py::bytes& encoded, uint64_t length) {
+  const auto text = std::string_view(encoded);
+  return {nullptr, {decode_description(std::as_bytes(std::span(text)), length), {}}, length};
+}
+
+// Keeps the leases of what it was made of.
+struct Pack {
+  std::vector<std::shared_ptr<Lease>> leases;
+  Packing packing;
+};
+
+using PieceTuple = std::pair<uint32_t, std::vector<std::string>>;
+
+std::unique_ptr<Pack> make_pack(const std::vector<std::shared_ptr<Opened>>& records,
+                                const std::vector<std::vector<PieceTuple>>& rows,
+                                const std::optional<std::vector<std::string>>& names) {
+  const py::gil_scoped_release release;
+  std::vector<std::shared_ptr<Lease>> leases;
+  std::vector<PackSource> sources;
+  for (const auto& record : records) {
+    leases.push_back(record->lease);
+    sources.push_back(record->source);
+  }
+  std::vector<std::vector<RowPiece>> pieces(rows.size());
+  for (size_t r = 0; r < rows.size(); ++r) {
+    for (const auto& [record, fields] : rows[r]) pieces[r].push_back({record, fields});
+  }
+  return std::make_unique<Pack>(std::move(leases), Packing(std::move(sources), pieces, names));
+}
+
+// name, dtype, shape of a value, rows are scalars, offsets, place, bytes
+py::tuple column_tuple(const PackedColumn& column) {
+  py::tuple item(column.item.size());
+  for (size_t i = 0; i < column.item.size(); ++i) item[i] = py::int_(column.item[i]);
+  const py::array_t<int64_t> offsets(static_cast<py::ssize_t>(column.offsets.size()),
+                                     column.offsets.data());
+  return py::make_tuple(column.name, py::dtype(column.dtype), item, column.scalar, offsets,
+                        column.place, column.nbytes);
+}
+
+void copy_pack(const Pack& pack, const py::array& buffer) {
+  if (!buffer.writeable() || !(buffer.flags() & py::array::c_style)) {
+    throw py::value_error("the buffer must be writable and contiguous");
+  }
+  const Bytes bytes(static_cast<std::byte*>(const_cast<void*>(buffer.data())),
+                    static_cast<size_t>(buffer.nbytes()));
+  const py::gil_scoped_release release;
+  pack.packing.copy(bytes);
+}
+
+// int64 [N, 4]: record, offset in it, length, place.
+py::array_t<int64_t> parts_array(const Pack& pack, uint64_t first, uint64_t end) {
+  const auto parts = pack.packing.parts(first, end);
+  py::array_t<int64_t> array({static_cast<py::ssize_t>(parts.size()), py::ssize_t{4}});
+  static_assert(sizeof(PackPart) == 4 * sizeof(int64_t));
+  std::memcpy(array.mutable_data(), parts.data(), parts.size() * sizeof(PackPart));
+  return array;
+}
+
+void bind_packing(py::module_& m) {
+  py::class_<Opened, std::shared_ptr<Opened>>(m, "QueueRecord")
+      .def_static("elsewhere", &open_elsewhere, py::arg("description"), py::arg("length"))
+      .def("description",
+           [](const Opened& record) { return py::bytes(encode(record.source.description)); })
+      .def_readonly("length", &Opened::length)
+      .def("place_in", [](const Opened& record, const Segment& segment) {
+        return static_cast<uint64_t>(record.source.bytes.data() - segment.const_bytes().data());
+      });
+  py::class_<Pack>(m, "Packing")
+      .def(py::init(&make_pack), py::arg("records"), py::arg("rows"), py::arg("names"))
+      .def_property_readonly("num_bytes", [](const Pack& pack) { return pack.packing.num_bytes(); })
+      .def("columns",
+           [](const Pack& pack) {
+             py::list columns;
+             for (const PackedColumn& column : pack.packing.columns()) {
+               columns.append(column_tuple(column));
+             }
+             return columns;
+           })
+      .def("copy", &copy_pack, py::arg("buffer"))
+      .def("parts", &parts_array, py::arg("first"), py::arg("end"));
+}
+
 }  // namespace
 
 void bind_queue(py::module_& m) {
@@ -212,6 +334,7 @@ void bind_queue(py::module_& m) {
       .def_property_readonly("capacity", &Arena::capacity);
   bind_manager(m);
   bind_writer(m);
+  bind_packing(m);
   py::class_<QueueReader>(m, "QueueReader")
       .def(py::init([](std::shared_ptr<Arena> arena, const ClientTuple& client) {
              return std::make_unique<QueueReader>(std::move(arena), to_client(client));
@@ -223,7 +346,8 @@ void bind_queue(py::module_& m) {
              const std::optional<std::vector<std::string>>& fields) {
             return make_views(reader.read(to_ref(ref)), fields);
           },
-          py::arg("ref"), py::arg("fields") = py::none());
+          py::arg("ref"), py::arg("fields") = py::none())
+      .def("open", &open_record, py::arg("ref"));
 }
 
 }  // namespace psrl::bindings

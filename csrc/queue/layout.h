@@ -67,7 +67,7 @@ struct RecordHeader {
   uint32_t magic;
   std::atomic<uint32_t> state;
   uint64_t length;      // of the whole record, a multiple of 64
-  uint64_t written_ns;  // CLOCK_MONOTONIC of this node: the order of records of one key
+  uint64_t written_ns;  // CLOCK_REALTIME: the order of records of one key, also across nodes
   uint32_t meta_bytes;  // of the description that follows this header
   uint32_t checksum;    // CRC-32C of the description
   uint64_t reserved[4];

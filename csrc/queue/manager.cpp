@@ -16,7 +16,10 @@ bool holds_records(ExtentState state) {
 
 }  // namespace
 
-ArenaManager::ArenaManager(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) { recover(); }
+ArenaManager::ArenaManager(std::shared_ptr<Arena> arena)
+    : arena_(std::move(arena)), open_(arena_->max_clients()) {
+  recover();
+}
 
 void ArenaManager::recover() {
   // A run's members are marked before its head and freed after it, so members that no head covers
@@ -29,12 +32,17 @@ void ArenaManager::recover() {
       case ExtentState::kMember:
         if (i >= covered_until) {
           extent.word.store(extent_word(generation_of(word) + 1, ExtentState::kFree));
+          free_.add(i, 1);
         }
         break;
       case ExtentState::kFree:
+        free_.add(i, 1);
         break;
       default:
         covered_until = i + run_of(i);
+        if (state_of(word) == ExtentState::kGranted && extent.owner.load() < open_.size()) {
+          open_[extent.owner.load()].push_back(i);
+        }
         // A record freed without its count having gone down: count again. Open extents have a
         // writer who counts himself; theirs come right when they are sealed and released.
         if (state_of(word) == ExtentState::kSealed) recount(i, /*abort_unfinished=*/false);
@@ -79,37 +87,48 @@ ClientId ArenaManager::register_client(const std::string& name) {
                      " clients already; " + name + " finds no place");
 }
 
-std::optional<Grant> ArenaManager::take(ClientId client, uint32_t run, bool from_the_end) {
-  const uint32_t num = arena_->num_extents();
-  uint32_t length = 0;
-  for (uint32_t step = 0; step < num; ++step) {
-    const uint32_t i = from_the_end ? num - 1 - step : step;
-    const bool free = state_of(arena_->extent(i).word.load()) == ExtentState::kFree;
-    length = free ? length + 1 : 0;
-    if (length < run) continue;
+bool ArenaManager::is_open(uint32_t index, ClientId client) const {
+  const ExtentEntry& extent = arena_->extent(index);
+  return state_of(extent.word.load()) == ExtentState::kGranted &&
+         extent.owner.load() == client.number &&
+         extent.owner_incarnation.load() == client.incarnation;
+}
 
-    const uint32_t head = from_the_end ? i : i - (run - 1);
-    for (uint32_t m = head + 1; m < head + run; ++m) {
-      ExtentEntry& member = arena_->extent(m);
-      member.word.store(extent_word(generation_of(member.word.load()), ExtentState::kMember));
-    }
-    ExtentEntry& extent = arena_->extent(head);
-    const uint64_t generation = generation_of(extent.word.load());
-    extent.bump.store(0);
-    extent.live.store(0);
-    extent.run.store(run);
-    extent.owner.store(client.number);
-    extent.owner_incarnation.store(client.incarnation);
-    extent.word.store(extent_word(generation, ExtentState::kGranted));
-    return Grant{head, generation, run};
+Grant ArenaManager::give(ClientId client, uint32_t head, uint32_t run) {
+  for (uint32_t m = head + 1; m < head + run; ++m) {
+    ExtentEntry& member = arena_->extent(m);
+    member.word.store(extent_word(generation_of(member.word.load()), ExtentState::kMember));
   }
-  return std::nullopt;
+  ExtentEntry& extent = arena_->extent(head);
+  const uint64_t generation = generation_of(extent.word.load());
+  extent.bump.store(0);
+  extent.live.store(0);
+  extent.run.store(run);
+  extent.owner.store(client.number);
+  extent.owner_incarnation.store(client.incarnation);
+  extent.word.store(extent_word(generation, ExtentState::kGranted));
+  open_[client.number].push_back(head);
+  return {head, generation, run};
+}
+
+// Runs from the end, single extents from the start: so runs find neighbours for longer.
+std::vector<Grant> ArenaManager::take(ClientId client, uint32_t run, uint32_t count) {
+  std::vector<Grant> grants;
+  if (run > 1) {
+    if (const auto head = free_.take_last(run)) grants.push_back(give(client, *head, run));
+    return grants;
+  }
+  for (uint32_t i = 0; i < std::max(1u, count); ++i) {
+    const auto head = free_.take_first(1);
+    if (!head) break;
+    grants.push_back(give(client, *head, 1));
+  }
+  return grants;
 }
 
 std::vector<Grant> ArenaManager::grant(ClientId client, uint64_t bytes, uint32_t count,
                                        std::span<const uint32_t> held) {
   arena_->check_client(client);
-  sweep();
   const uint64_t extent_bytes = arena_->extent_bytes();
   const uint64_t run = std::max<uint64_t>(1, (bytes + extent_bytes - 1) / extent_bytes);
   if (run > arena_->num_extents()) {
@@ -119,53 +138,57 @@ std::vector<Grant> ArenaManager::grant(ClientId client, uint64_t bytes, uint32_t
 
   std::vector<Grant> grants;
   bool fits = false;
-  for (uint32_t i = 0; i < arena_->num_extents(); ++i) {
+  std::vector<uint32_t>& open = open_[client.number];
+  std::erase_if(open, [&](uint32_t i) {
+    if (is_open(i, client)) return false;
+    reclaim(i);  // sealed since, and perhaps all freed before that
+    return true;
+  });
+  for (const uint32_t i : open) {
+    if (std::find(held.begin(), held.end(), i) != held.end()) continue;
     const ExtentEntry& extent = arena_->extent(i);
-    const uint64_t word = extent.word.load();
-    if (state_of(word) != ExtentState::kGranted || extent.owner.load() != client.number ||
-        extent.owner_incarnation.load() != client.incarnation ||
-        std::find(held.begin(), held.end(), i) != held.end()) {
-      continue;
-    }
     const uint64_t room = run_of(i) * extent_bytes;
     const uint64_t bump = std::min(extent.bump.load(), room);
-    grants.push_back({i, generation_of(word), run_of(i)});
+    grants.push_back({i, generation_of(extent.word.load()), run_of(i)});
     fits |= bytes <= room - bump;
   }
   if (fits) return grants;
 
-  // Runs from the end, single extents from the start: so runs find neighbours for longer.
-  if (run > 1) {
-    if (const auto taken = take(client, static_cast<uint32_t>(run), true)) grants.push_back(*taken);
-    return grants;
+  auto taken = take(client, static_cast<uint32_t>(run), count);
+  if (taken.empty()) {
+    sweep();
+    taken = take(client, static_cast<uint32_t>(run), count);
   }
-  for (uint32_t i = 0; i < std::max(1u, count); ++i) {
-    const auto taken = take(client, 1, false);
-    if (!taken) break;
-    grants.push_back(*taken);
-  }
+  grants.insert(grants.end(), taken.begin(), taken.end());
   return grants;
 }
 
-bool ArenaManager::free(const RecordRef& ref) {
-  if (ref.extent >= arena_->num_extents()) return false;
-  ExtentEntry& extent = arena_->extent(ref.extent);
+RecordHeader* ArenaManager::find(const RecordRef& ref) const {
+  if (ref.extent >= arena_->num_extents()) return nullptr;
+  const ExtentEntry& extent = arena_->extent(ref.extent);
   const uint64_t word = extent.word.load();
-  if (generation_of(word) != ref.generation || !holds_records(state_of(word))) return false;
+  if (generation_of(word) != ref.generation || !holds_records(state_of(word))) return nullptr;
   const Bytes data = arena_->data(ref.extent, run_of(ref.extent));
   const uint64_t end = std::min<uint64_t>(extent.bump.load(), data.size());
   if (ref.offset % kAlignment != 0 || ref.offset >= end ||
       sizeof(RecordHeader) > end - ref.offset) {
-    return false;
+    return nullptr;
   }
   auto* header = reinterpret_cast<RecordHeader*>(data.data() + ref.offset);
-  if (header->magic != kRecordMagic || header->length != ref.length) return false;
+  const bool found = header->magic == kRecordMagic && header->length == ref.length &&
+                     header->state.load() == static_cast<uint32_t>(RecordState::kCommitted);
+  return found ? header : nullptr;
+}
+
+bool ArenaManager::free(const RecordRef& ref) {
+  RecordHeader* header = find(ref);
+  if (header == nullptr) return false;
   auto committed = static_cast<uint32_t>(RecordState::kCommitted);
   if (!header->state.compare_exchange_strong(committed,
                                              static_cast<uint32_t>(RecordState::kFreed))) {
     return false;
   }
-  extent.live.fetch_sub(1);
+  if (arena_->extent(ref.extent).live.fetch_sub(1) == 1) reclaim(ref.extent);
   return true;
 }
 
@@ -223,8 +246,9 @@ Released ArenaManager::release_client(const std::string& name) {
       ++released.num_extents;
     }
     recount(i, /*abort_unfinished=*/true);
-    collect(i, released.records);
+    released.num_records += extent.live.load();
   }
+  open_[*number].clear();
   for (uint32_t i = 0; i < arena_->num_extents(); ++i) {
     const uint64_t next = uint64_t{incarnation + 1} << 32;
     released.num_leases += arena_->lease_word(*number, i).exchange(next) & 0xFFFFFFFF;
@@ -251,49 +275,89 @@ void ArenaManager::collect(uint32_t index, std::vector<RecordInfo>& into) const 
   });
 }
 
-std::vector<RecordInfo> ArenaManager::scan() const {
-  std::vector<RecordInfo> records;
-  for (uint32_t i = 0; i < arena_->num_extents(); ++i) {
-    if (holds_records(state_of(arena_->extent(i).word.load()))) collect(i, records);
+ScanPage ArenaManager::scan(uint32_t first, size_t max_records,
+                            std::optional<ClientId> owner) const {
+  ScanPage page;
+  page.next = first;
+  for (; page.next < arena_->num_extents() && page.records.size() < max_records; ++page.next) {
+    const ExtentEntry& extent = arena_->extent(page.next);
+    if (!holds_records(state_of(extent.word.load()))) continue;
+    if (owner && (extent.owner.load() != owner->number ||
+                  extent.owner_incarnation.load() != owner->incarnation)) {
+      continue;
+    }
+    collect(page.next, page.records);
   }
+  return page;
+}
+
+std::vector<RecordInfo> ArenaManager::scan() const {
+  std::vector<RecordInfo> records = scan(0, SIZE_MAX).records;
   std::stable_sort(records.begin(), records.end(), [](const RecordInfo& a, const RecordInfo& b) {
     return a.written_ns < b.written_ns;
   });
   return records;
 }
 
-void ArenaManager::sweep() {
-  for (uint32_t i = 0; i < arena_->num_extents(); ++i) {
-    ExtentEntry& extent = arena_->extent(i);
-    uint64_t word = extent.word.load();
-    if (state_of(word) == ExtentState::kSealed && extent.live.load() == 0) {
-      // From here no new lease succeeds (see Lease for why this order is enough).
-      word = extent_word(generation_of(word) + 1, ExtentState::kDraining);
-      extent.word.store(word);
-    }
-    if (state_of(word) != ExtentState::kDraining) continue;
-    bool leased = false;
-    for (uint32_t c = 0; c < arena_->max_clients() && !leased; ++c) {
-      leased = (arena_->lease_word(c, i).load() & 0xFFFFFFFF) != 0;
-    }
-    if (leased) continue;
-    const uint32_t run = run_of(i);
-    extent.word.store(extent_word(generation_of(word), ExtentState::kFree));
-    for (uint32_t m = i + 1; m < i + run; ++m) {
-      ExtentEntry& member = arena_->extent(m);
-      const uint64_t generation = generation_of(member.word.load());
-      member.word.store(extent_word(generation + 1, ExtentState::kFree));
-    }
+std::vector<uint32_t> ArenaManager::incarnations() const {
+  std::vector<uint32_t> lives;
+  for (uint32_t i = 0; i < arena_->max_clients(); ++i) {
+    lives.push_back(arena_->client(i).incarnation.load());
   }
+  return lives;
 }
 
-uint64_t ArenaManager::free_bytes() {
-  sweep();
-  uint64_t num_free = 0;
-  for (uint32_t i = 0; i < arena_->num_extents(); ++i) {
-    num_free += state_of(arena_->extent(i).word.load()) == ExtentState::kFree ? 1 : 0;
+void ArenaManager::reclaim(uint32_t i) {
+  ExtentEntry& extent = arena_->extent(i);
+  uint64_t word = extent.word.load();
+  if (state_of(word) == ExtentState::kSealed && extent.live.load() == 0) {
+    // From here no new lease succeeds (see Lease for why this order is enough).
+    word = extent_word(generation_of(word) + 1, ExtentState::kDraining);
+    extent.word.store(word);
   }
-  return num_free * arena_->extent_bytes();
+  if (state_of(word) != ExtentState::kDraining) return;
+  for (uint32_t c = 0; c < arena_->max_clients(); ++c) {
+    if ((arena_->lease_word(c, i).load() & 0xFFFFFFFF) != 0) return;
+  }
+  const uint32_t run = run_of(i);
+  extent.word.store(extent_word(generation_of(word), ExtentState::kFree));
+  for (uint32_t m = i + 1; m < i + run; ++m) {
+    ExtentEntry& member = arena_->extent(m);
+    const uint64_t generation = generation_of(member.word.load());
+    member.word.store(extent_word(generation + 1, ExtentState::kFree));
+  }
+  free_.add(i, run);
+}
+
+void ArenaManager::sweep() {
+  for (uint32_t i = 0; i < arena_->num_extents(); ++i) reclaim(i);
+}
+
+ArenaUsage ArenaManager::usage() {
+  sweep();
+  ArenaUsage usage;
+  const uint64_t bytes = arena_->extent_bytes();
+  uint64_t* group = &usage.free;
+  for (uint32_t i = 0; i < arena_->num_extents(); ++i) {
+    switch (state_of(arena_->extent(i).word.load())) {
+      case ExtentState::kFree:
+        group = &usage.free;
+        break;
+      case ExtentState::kGranted:
+        group = &usage.open;
+        break;
+      case ExtentState::kSealed:
+        group = &usage.rows;
+        break;
+      case ExtentState::kDraining:
+        group = &usage.leased;
+        break;
+      case ExtentState::kMember:
+        break;  // of the extent before
+    }
+    *group += bytes;
+  }
+  return usage;
 }
 
 }  // namespace psrl

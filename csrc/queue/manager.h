@@ -1,5 +1,8 @@
-// Who has which extent. One manager at a time, in the StorageActor; all its state is in the
-// segment, so a restarted one opens the arena, calls recover() and goes on.
+// Who has which extent. One manager at a time, in the StorageActor. Its truth is in the segment, so
+// a restarted one opens the arena and goes on; what it keeps in its own memory (which extents are
+// free, which ones each client has open) is only there so that a grant need not look at all of
+// them. Writers seal and readers let go without telling, so a full walk is made when a grant finds
+// no room.
 #pragma once
 
 #include <functional>
@@ -10,6 +13,7 @@
 #include <vector>
 
 #include "queue/arena.h"
+#include "queue/free_runs.h"
 #include "queue/record.h"
 
 namespace psrl {
@@ -32,7 +36,21 @@ struct Released {
   ClientId client;
   uint32_t num_extents = 0;  // were still open and are sealed now
   uint64_t num_leases = 0;
-  std::vector<RecordInfo> records;  // committed ones of this client, which stay
+  uint64_t num_records = 0;  // committed ones of this client, which stay
+};
+
+// A part of a scan: the records of some extents, and where to go on.
+struct ScanPage {
+  std::vector<RecordInfo> records;
+  uint32_t next = 0;  // num_extents(): that was all
+};
+
+// Where the arena's bytes are, in whole extents.
+struct ArenaUsage {
+  uint64_t free = 0;
+  uint64_t open = 0;    // at writers
+  uint64_t rows = 0;    // hold committed records (and what was freed beside them)
+  uint64_t leased = 0;  // empty, but readers still look at them
 };
 
 class ArenaManager {
@@ -57,14 +75,25 @@ class ArenaManager {
   // records forgotten. Idempotent.
   Released release_client(const std::string& name);
 
-  // All committed records, by time of writing.
+  // Is it a committed record that was not freed?
+  bool holds(const RecordRef& ref) const { return find(ref) != nullptr; }
+
+  // Committed records of the extents from `first` on, at least `max_records` of them unless there
+  // are no more; of one client's extents only, if `owner` is given. In no order.
+  ScanPage scan(uint32_t first, size_t max_records,
+                std::optional<ClientId> owner = std::nullopt) const;
+  // All of them, by time of writing.
   std::vector<RecordInfo> scan() const;
 
-  // Gives back what is empty and unleased. Called by grant and free_bytes.
+  // The life that each place of the client table is in, see ClientEntry.
+  std::vector<uint32_t> incarnations() const;
+
+  // Gives back what is empty and unleased.
   void sweep();
 
-  // Bytes in free extents, after a sweep.
-  uint64_t free_bytes();
+  // After a sweep.
+  ArenaUsage usage();
+  uint64_t free_bytes() { return usage().free; }
 
   const Arena& arena() const { return *arena_; }
 
@@ -73,7 +102,12 @@ class ArenaManager {
   uint32_t run_of(uint32_t extent) const;
   std::optional<uint32_t> find_client(const std::string& name) const;
   void recover();
-  std::optional<Grant> take(ClientId client, uint32_t run, bool from_the_end);
+  std::vector<Grant> take(ClientId client, uint32_t run, uint32_t count);
+  Grant give(ClientId client, uint32_t extent, uint32_t run);
+  bool is_open(uint32_t extent, ClientId client) const;
+  // A sealed extent without live records becomes free, or waits until nobody leases it.
+  void reclaim(uint32_t extent);
+  RecordHeader* find(const RecordRef& ref) const;
   void recount(uint32_t extent, bool abort_unfinished);
   // Calls visit(header, offset, length) for each record; the length has been checked.
   void for_each_record(uint32_t extent,
@@ -81,6 +115,8 @@ class ArenaManager {
   void collect(uint32_t extent, std::vector<RecordInfo>& into) const;
 
   std::shared_ptr<Arena> arena_;
+  FreeRuns free_;
+  std::vector<std::vector<uint32_t>> open_;  // by client number: granted, not yet seen sealed
 };
 
 }  // namespace psrl

@@ -114,8 +114,11 @@ Description decode(ConstBytes record) {
   }
   const ConstBytes meta = record.subspan(sizeof(RecordHeader), meta_bytes);
   if (crc32c(meta) != header->checksum) malformed("checksum of its description");
+  return decode_description(meta, length);
+}
 
-  Parser parser(meta);
+Description decode_description(ConstBytes encoded, uint64_t length) {
+  Parser parser(encoded);
   Description description;
   description.partition = parser.text();
   description.key = parser.text();

@@ -48,4 +48,8 @@ std::string encode(const Description& description);
 // Reads the record at the start of `record` and checks it whole. Raises ChecksumMismatch.
 Description decode(ConstBytes record);
 
+// Reads an encoded description of a record of `length` bytes, which may come from another node: no
+// field lies outside of the record. Raises ChecksumMismatch.
+Description decode_description(ConstBytes encoded, uint64_t length);
+
 }  // namespace psrl

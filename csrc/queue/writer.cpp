@@ -12,9 +12,9 @@
 namespace psrl {
 namespace {
 
-uint64_t monotonic_ns() {
+uint64_t wall_ns() {
   timespec now{};
-  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  ::clock_gettime(CLOCK_REALTIME, &now);
   return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
 }
 
@@ -37,7 +37,7 @@ PendingRecord& PendingRecord::operator=(PendingRecord&& other) noexcept {
 RecordRef PendingRecord::commit() {
   if (header_ == nullptr) throw StorageError("this record is committed already");
   arena_->check_client(client_);
-  header_->written_ns = monotonic_ns();
+  header_->written_ns = wall_ns();
   // Everything written before is visible to whoever sees the flag.
   auto writing = static_cast<uint32_t>(RecordState::kWriting);
   if (!header_->state.compare_exchange_strong(

@@ -7,6 +7,12 @@
 #include "base/checksum.h"
 #include "base/errors.h"
 
+#ifdef __SANITIZE_THREAD__
+// It does not model fences, and says so as a warning. Ours order bytes that other processes write,
+// which it does not see either.
+#pragma GCC diagnostic ignored "-Wtsan"
+#endif
+
 namespace psrl::weights {
 namespace {
 

@@ -6,6 +6,8 @@ from psrl.actor.handler import handler
 from psrl.actor.loop import run
 from psrl.actor.ref import within
 from psrl.actor.runtime import Failed, Runtime
+from psrl.actor.tcp import TcpAddress
+from psrl.actor.token import Token
 from psrl.actor.transport import Address
 from psrl.actor.unix import UnixAddress
 
@@ -15,6 +17,8 @@ __all__ = [
     "BlockingRuntime",
     "Failed",
     "Runtime",
+    "TcpAddress",
+    "Token",
     "UnixAddress",
     "handler",
     "run",

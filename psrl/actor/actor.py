@@ -1,7 +1,8 @@
 """An actor: a mailbox with handlers.
 
-Life cycle. The runtime sets `name` and `runtime`, awaits `started()`, then lets handlers run: each call is a task of
-its own on the loop, so state is safe exactly between two awaits. Tasks made by `self.spawn` belong to the actor: when
+Life cycle. The runtime sets `name` and `runtime`, awaits `started()`, then lets handlers run, interleaved at their
+awaits: state is safe exactly between two of them. A handler that awaits is a task of its own on the loop, one that
+never does runs to its end at once. Tasks made by `self.spawn` belong to the actor: when
 one raises, the actor ends and its callers are told; when the actor ends they are cancelled. Then `stopped()` runs,
 within a deadline.
 """

@@ -13,7 +13,8 @@ from typing import Any, Self, TypeVar
 
 from psrl.actor.loop import run
 from psrl.actor.runtime import CLOSE_TIMEOUT_S, Failed, Runtime
-from psrl.actor.transport import Address
+from psrl.actor.token import Token
+from psrl.actor.transport import DEFAULT_HOST_TIMEOUT_S, Address
 from psrl.actor.wire import DEFAULT_FRAME_BYTES
 from psrl.errors import ActorDied, CallTimeout
 
@@ -30,10 +31,19 @@ class BlockingRuntime:
         name: str,
         listen: Address | None = None,
         *,
+        token: Token | None = None,
         max_frame_bytes: int = DEFAULT_FRAME_BYTES,
+        host_timeout_s: float = DEFAULT_HOST_TIMEOUT_S,
         on_failure: Callable[[Failed], None] | None = None,
     ) -> None:
-        self.runtime = Runtime(name, listen, max_frame_bytes=max_frame_bytes, on_failure=on_failure)
+        self.runtime = Runtime(
+            name,
+            listen,
+            token=token,
+            max_frame_bytes=max_frame_bytes,
+            host_timeout_s=host_timeout_s,
+            on_failure=on_failure,
+        )
         self._process = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()

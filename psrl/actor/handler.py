@@ -6,6 +6,7 @@ connected to. Within an actor each message type has exactly one handler, and tag
 wire names it.
 """
 
+import dis
 import inspect
 import types
 import typing
@@ -14,10 +15,13 @@ from typing import Any, TypeVar, Union, overload
 
 import msgspec
 
+from psrl.actor.wire import tag_of
+
 H = TypeVar("H", bound=Callable[[Any, Any], Coroutine[Any, Any, msgspec.Struct | None]])
 
 DEFAULT_TIMEOUT_S = 30.0
 _MARK, _TABLE = "__psrl_handler__", "__psrl_handlers__"
+_SUSPENDING = {"GET_AWAITABLE", "GET_AITER", "GET_ANEXT", "BEFORE_ASYNC_WITH", "SEND", "YIELD_VALUE"}
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -28,12 +32,16 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Handler:
-    """One handler of an actor class, with the codecs of its message and its reply built once."""
+    """One handler of an actor class, with the codecs of its message and its reply built once.
+
+    `awaits` is False when there is no await in it, so that it runs to its end at once and needs no task.
+    """
 
     def __init__(self, owner: type, name: str, function: Callable[[Any, Any], Coroutine[Any, Any, Any]]) -> None:
         options: Options = getattr(function, _MARK)
         self.name, self.function = name, function
         self.idempotent, self.timeout_s = options.idempotent, options.timeout_s
+        self.awaits = not _SUSPENDING.isdisjoint(found.opname for found in dis.get_instructions(function))
         where = f"{owner.__qualname__}.{name}"
         message, reply = _annotations(function, where)
         self.messages = _structs(message, f"the message of {where}")
@@ -41,15 +49,13 @@ class Handler:
         self.message_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(message)
         self.reply_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reply)
 
-    def check_message(self, message: object) -> None:
-        """Raises TypeError when `message` is not what the handler takes."""
-        if type(message) not in self.messages:
-            raise TypeError(f"{self.name} takes {_names(self.messages)}, not {type(message).__qualname__}")
+    def wrong_message(self, message: object) -> TypeError:
+        """For a message that is not of `messages`."""
+        return TypeError(f"{self.name} takes {_names(self.messages)}, not {type(message).__qualname__}")
 
-    def check_reply(self, reply: object) -> None:
-        """Raises TypeError when `reply` is not what the handler's annotation promises."""
-        if type(reply) not in self.replies:
-            raise TypeError(f"{self.name} must return {_names(self.replies)}, not {type(reply).__qualname__}")
+    def wrong_reply(self, reply: object) -> TypeError:
+        """For a reply that is not of `replies`, as the handler's annotation promises."""
+        return TypeError(f"{self.name} must return {_names(self.replies)}, not {type(reply).__qualname__}")
 
 
 class Handlers:
@@ -107,11 +113,6 @@ def handlers_of(owner: type) -> Handlers:
         known = Handlers(owner)
         setattr(owner, _TABLE, known)
     return known
-
-
-def tag_of(message: type) -> str:
-    """The wire name of a message type."""
-    return str(message.__struct_config__.tag)  # type: ignore[attr-defined]
 
 
 def _annotations(function: Callable[..., Any], where: str) -> tuple[Any, Any]:

@@ -7,12 +7,14 @@ id. While the caller reads slower than we answer, we read nothing from it.
 
 import asyncio
 import logging
+from functools import partial
 from typing import Protocol
 
 from psrl.actor.mailbox import Job
 from psrl.actor.supervisor import Supervisor
 from psrl.actor.transport import Connection
 from psrl.actor.wire import (
+    MAX_REMAINING_S,
     NIL,
     PROTOCOL,
     Bye,
@@ -28,7 +30,6 @@ from psrl.actor.wire import (
     bounded,
     failure,
 )
-from psrl.clock import now
 from psrl.errors import ActorDied, ActorError, WireError
 
 _log = logging.getLogger("psrl.actor")
@@ -41,6 +42,7 @@ class Host(Protocol):
 
     codec: Codec
     hello: Hello
+    supervisors: dict[str, Supervisor]
 
     def supervisor(self, actor: str) -> Supervisor:
         """Raises ActorDied when there is no such actor."""
@@ -54,6 +56,7 @@ class Inbound:
 
     def __init__(self, host: Host, connection: Connection) -> None:
         self._host, self.connection = host, connection
+        self._limit = host.hello.max_frame_bytes
         self._caller: Hello | None = None
         self._jobs: dict[int, Job] = {}
         loop = asyncio.get_running_loop()
@@ -66,18 +69,16 @@ class Inbound:
             raise WireError(f"a malformed frame: {error}") from error
         if self._caller is None:
             self._greet(envelope)
-            return
-        match envelope:
-            case Call():
-                self._call(envelope, self._caller.session)
-            case Cancel(id=id):
-                job = self._jobs.pop(id, None)
-                if job is not None:
-                    job.stop(ActorDied("the caller gave up"))
-            case Find():
-                self._find(envelope)
-            case Hello():
-                raise WireError("a second greeting")
+        elif isinstance(envelope, Call):
+            self._call(envelope, self._caller.session)
+        elif isinstance(envelope, Cancel):
+            job = self._jobs.pop(envelope.id, None)
+            if job is not None:
+                job.stop(ActorDied("the caller gave up"))
+        elif isinstance(envelope, Find):
+            self._find(envelope)
+        else:
+            raise WireError("a second greeting")
 
     def on_malformed(self, error: WireError) -> None:
         caller = self._caller.runtime if self._caller is not None else "a stranger"
@@ -113,6 +114,7 @@ class Inbound:
             raise WireError(f"{envelope.runtime} speaks protocol {envelope.protocol}, this runtime {PROTOCOL}")
         self._timer.cancel()
         self._caller = envelope
+        self._limit = min(self._limit, envelope.max_frame_bytes)
 
     def _find(self, find: Find) -> None:
         try:
@@ -129,46 +131,50 @@ class Inbound:
             self._write(Reply(find.id, NIL))
 
     def _call(self, call: Call, session: bytes) -> None:
-        if call.id in self._jobs:
-            raise WireError(f"request id {call.id} is in use")
+        id = call.id
+        if id in self._jobs:
+            raise WireError(f"request id {id} is in use")
         try:
-            job = self._begin(call, session)
+            supervisor = self._host.supervisors.get(call.actor) or self._host.supervisor(call.actor)
+            handler = supervisor.handlers.by_tag.get(call.message)
+            if handler is None:
+                has = supervisor.handlers.describe()
+                raise WireError(f"{call.actor} has no handler for {call.message}; it has {has}")
+            try:
+                message = handler.message_decoder.decode(call.body)
+            except (ValueError, RecursionError) as error:
+                raise WireError(f"{call.actor}.{handler.name} got a malformed {call.message}: {error}") from error
+            remaining_s = call.remaining_s
+            if not 0 < remaining_s < MAX_REMAINING_S:
+                remaining_s = bounded(remaining_s)
+            mailbox, request = supervisor.mailbox, (session, id)
+            if mailbox.is_open and not handler.awaits:
+                self._reply(id, mailbox.answer(handler, message, remaining_s, request))
+                return
+            job = mailbox.take(handler, message, remaining_s, request)
         except ActorError as error:
-            self._write(failure(call.id, error))
+            self._write(failure(id, error))
             return
-        self._jobs[call.id] = job
-        job.outcome.add_done_callback(lambda outcome: self._answer(call.id, outcome))
+        if job.is_answered:
+            self._reply(id, job.outcome)
+        else:
+            self._jobs[id] = job
+            job.listen(partial(self._answer, id))
 
-    def _begin(self, call: Call, session: bytes) -> Job:
-        supervisor = self._host.supervisor(call.actor)
-        handler = supervisor.handlers.by_tag.get(call.message)
-        if handler is None:
-            raise WireError(f"{call.actor} has no handler for {call.message}; it has {supervisor.handlers.describe()}")
-        try:
-            message = handler.message_decoder.decode(call.body)
-        except (ValueError, RecursionError) as error:
-            raise WireError(f"{call.actor}.{handler.name} got a malformed {call.message}: {error}") from error
-        return supervisor.mailbox.take(handler, message, now() + bounded(call.remaining_s), (session, call.id))
+    def _answer(self, id: int, outcome: Outcome) -> None:
+        if self._jobs.pop(id, None) is not None:  # else the caller gave up, or is gone
+            self._reply(id, outcome)
 
-    def _answer(self, id: int, future: "asyncio.Future[Outcome]") -> None:
-        if self._jobs.pop(id, None) is None or future.cancelled():
-            return  # the caller gave up, or is gone
-        outcome = future.result()
+    def _reply(self, id: int, outcome: Outcome) -> None:
         if isinstance(outcome, ActorError):
             self._write(failure(id, outcome))
             return
         try:
-            envelope = Reply(id, self._host.codec.body(outcome))
-            frame = self._host.codec.frame(envelope, self._limit)
+            frame = self._host.codec.frame(Reply(id, outcome), self._limit)  # type: ignore[arg-type]
         except WireError as error:
             self._write(failure(id, WireError(f"the reply did not go out: {error}")))
         else:
             self.connection.write(frame)
-
-    @property
-    def _limit(self) -> int:
-        own = self._host.hello.max_frame_bytes
-        return own if self._caller is None else min(own, self._caller.max_frame_bytes)
 
     def _write(self, envelope: Envelope) -> None:
         """For the small envelopes: they fit any limit that is allowed."""

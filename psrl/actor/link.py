@@ -2,24 +2,27 @@
 
 One connection carries all calls to that runtime. It is opened by the first call and opened again by the next call
 after it broke. When it breaks, waiting calls fail at once with ActorDied; those of idempotent handlers are sent again
-with the same request id as long as somebody listens there and their deadline has not passed. Nobody listening is
-death, at once.
+with the same request id as long as somebody listens there and their deadline has not passed. Nobody listening, or a
+host that cannot be reached, is death, at once.
 """
 
 import asyncio
+import enum
 import itertools
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
-from psrl.actor.handler import Handler, Handlers, tag_of
-from psrl.actor.transport import Address, Connection, NobodyListens
+from psrl.actor.alarm import Alarm
+from psrl.actor.handler import Handler, Handlers
+from psrl.actor.ref import Send
+from psrl.actor.transport import Address, Connection, NobodyListens, Terms, Unreachable
 from psrl.actor.wire import (
     PROTOCOL,
-    Bye,
     Call,
     Cancel,
     Codec,
@@ -29,6 +32,7 @@ from psrl.actor.wire import (
     Hello,
     Reply,
     error_of,
+    tag_of,
 )
 from psrl.clock import now
 from psrl.errors import ActorDied, CallTimeout, WireError
@@ -39,7 +43,14 @@ HANDSHAKE_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.005, 0.2
 
-Answer = Reply | Failure | None
+
+class Late(enum.Enum):
+    """What a waiting call gets when its deadline is over."""
+
+    LATE = enum.auto()
+
+
+Answer = Reply | Failure | Late | None
 """What a waiting call gets; None when the connection was lost first."""
 
 
@@ -50,53 +61,85 @@ class _Line:
         self._link = link
         self.connection: Connection | None = None
         self.greeted: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
-        self.waiting: dict[int, asyncio.Future[Answer]] = {}
+        self.limit = 0  # bytes a frame, known when the peer has greeted
+        self.is_paused = False  # the peer reads slower than we write
         self.lost: str | None = None
+        self._waiting: dict[int, tuple[asyncio.Future[Answer], float]] = {}  # by request id, with the deadline
+        self._alarm = Alarm(self._sweep)
         self._bye: str | None = None
+
+    def ask(self, id: int, frame: bytes, deadline: float) -> "asyncio.Future[Answer]":
+        """Send one request. The result is there by `deadline`."""
+        assert self.connection is not None
+        waiter: asyncio.Future[Answer] = self._link.loop.create_future()
+        self._waiting[id] = waiter, deadline
+        if deadline < self._alarm.when:
+            self._alarm.set(deadline)
+        self.connection.write(frame)
+        return waiter
+
+    def give_up(self, id: int) -> None:
+        """Nobody waits for this answer any more."""
+        if self._waiting.pop(id, None) is not None and self.connection is not None:
+            self.connection.write(self._link.codec.frame(Cancel(id), self.limit))
 
     def on_frame(self, frame: bytes) -> None:
         try:
             envelope = self._link.codec.responses.decode(frame)
         except (ValueError, RecursionError) as error:
             raise WireError(f"{self._link.address} sent a malformed frame: {error}") from error
-        match envelope:
-            case Reply(id=id) | Failure(id=id):
-                waiter = self.waiting.pop(id, None)
-                if waiter is not None and not waiter.done():  # else its caller has given up
-                    waiter.set_result(envelope)
-            case Hello():
-                if not self.greeted.done():
-                    self.greeted.set_result(envelope)
-            case Gone(actor=actor, reason=reason):
-                self._link.actor_gone(actor, reason)
-            case Bye(reason=reason):
-                self._bye = reason
+        if isinstance(envelope, _ANSWERS):
+            waiter, _ = self._waiting.pop(envelope.id, _NOBODY)
+            if waiter is not None and not waiter.done():  # else its caller has given up
+                waiter.set_result(envelope)
+        elif isinstance(envelope, Hello):
+            if not self.greeted.done():
+                self.greeted.set_result(envelope)
+        elif isinstance(envelope, Gone):
+            self._link.actor_gone(envelope.actor, envelope.reason)
+        else:
+            self._bye = envelope.reason
 
     def on_malformed(self, error: WireError) -> None:
         _log.error("closing the connection to %s: %s", self._link.address, error)
 
     def on_lost(self, reason: str) -> None:
         self.lost = self._bye or reason
+        self._alarm.cancel()
         if not self.greeted.done():
             self.greeted.set_exception(ConnectionError(self.lost))
-        waiting, self.waiting = self.waiting, {}
-        for waiter in waiting.values():
+        waiting, self._waiting = self._waiting, {}
+        for waiter, _ in waiting.values():
             if not waiter.done():
                 waiter.set_result(None)
         self._link.line_lost(self)
 
     def on_pressure(self, paused: bool) -> None:
-        """Writers wait in `Connection.writable`."""
+        self.is_paused = paused
+
+    def _sweep(self, time: float) -> float:
+        for id in [id for id, (_, deadline) in self._waiting.items() if deadline <= time]:
+            waiter, _ = self._waiting[id]
+            self.give_up(id)
+            if not waiter.done():
+                waiter.set_result(Late.LATE)
+        return min((deadline for _, deadline in self._waiting.values()), default=math.inf)
+
+
+_ANSWERS = (Reply, Failure)
+_NOBODY = (None, 0.0)
 
 
 class Link:
     """Calls to the runtime at `address`. Lives as long as the runtime that made it."""
 
-    def __init__(self, runtime: str, address: Address, codec: Codec, max_frame_bytes: int) -> None:
+    def __init__(self, runtime: str, address: Address, codec: Codec, terms: Terms) -> None:
         self.address, self.codec = address, codec
-        self._limit = max_frame_bytes
-        self._hello = Hello(PROTOCOL, runtime, os.urandom(12), max_frame_bytes)
+        self.loop = asyncio.get_running_loop()
+        self._terms = terms
+        self._hello = Hello(PROTOCOL, runtime, os.urandom(12), terms.max_frame_bytes)
         self._ids = itertools.count(1)
+        self._process = os.getpid()
         self._line: _Line | None = None
         self._peer_session: bytes | None = None
         self._dialling: asyncio.Task[_Line] | None = None
@@ -104,49 +147,77 @@ class Link:
         self._watchers: list[tuple[str, Callable[[str], None]]] = []
         self._closed: str | None = None
 
-    async def call(
-        self, actor: str, handler: Handler, message: msgspec.Struct, timeout_s: float
-    ) -> msgspec.Struct | None:
-        """The reply of `actor`. Raises an ActorError, at the latest `timeout_s` from now."""
-        deadline = now() + timeout_s
-        where = f"{actor}.{handler.name} at {self.address}"
-        body, tag, id = self.codec.body(message), tag_of(type(message)), next(self._ids)
+    def sender(self, actor: str, handler: Handler, timeout_s: float) -> Send:
+        """The function that sends `actor` a message of this handler, see Channel.sender."""
+        tags = {message: tag_of(message) for message in handler.messages}
+        where, decode, encode = (
+            f"{actor}.{handler.name} at {self.address}",
+            handler.reply_decoder.decode,
+            self.codec.frame,
+        )
 
-        def frame(limit: int) -> bytearray:
-            return self.codec.frame(Call(id, actor, tag, deadline - now(), body), limit)
+        async def send(message: msgspec.Struct) -> msgspec.Struct | None:
+            tag = tags.get(type(message))
+            if tag is None:
+                raise handler.wrong_message(message)
+            if os.getpid() != self._process:
+                raise RuntimeError(
+                    f"{where}: this connection belongs to process {self._process}; connect after the fork"
+                )
+            id, deadline, line = next(self._ids), self.loop.time() + timeout_s, self._line
+            answer: Answer = None
+            if line is not None and not line.is_paused and timeout_s > 0:  # as mostly
+                frame = encode(Call(id, actor, tag, timeout_s, message), line.limit)  # type: ignore[arg-type]
+                waiter = line.ask(id, frame, deadline)
+                try:
+                    answer = await waiter
+                except asyncio.CancelledError:
+                    line.give_up(id)
+                    raise
+                if answer is None and not handler.idempotent:
+                    raise ActorDied(f"{where} is gone: {line.lost}")
+            if answer is None:
+                answer = await insist(message, tag, id, deadline)
+            if isinstance(answer, Late):
+                raise CallTimeout(f"{where} did not answer within {timeout_s:g} s")
+            if isinstance(answer, Failure):
+                raise error_of(answer)
+            try:
+                reply: msgspec.Struct | None = decode(answer.body)
+            except (ValueError, RecursionError) as error:
+                raise WireError(f"{where} sent a malformed reply: {error}") from error
+            return reply
 
-        try:
-            async with asyncio.timeout_at(deadline):
-                answer = await self._ask(id, frame, handler.idempotent, where)
-        except TimeoutError:
-            raise CallTimeout(f"{where} did not answer within {timeout_s:g} s") from None
-        if isinstance(answer, Failure):
-            raise error_of(answer)
-        try:
-            reply: msgspec.Struct | None = handler.reply_decoder.decode(answer.body)
-        except (ValueError, RecursionError) as error:
-            raise WireError(f"{where} sent a malformed reply: {error}") from error
-        return reply
+        async def insist(message: msgspec.Struct, tag: str, id: int, deadline: float) -> Reply | Failure | Late:
+            def frame(limit: int) -> bytes:
+                return encode(Call(id, actor, tag, deadline - self.loop.time(), message), limit)  # type: ignore[arg-type]
+
+            try:
+                return await self._ask(id, frame, deadline, handler.idempotent, where)
+            except PermissionError as error:
+                raise ActorDied(f"{where} cannot be called: {error}") from None
+
+        return send
 
     async def find(self, actor: str, handlers: Handlers, timeout_s: float) -> None:
-        """Wait until the runtime listens and has the actor. Raises CallTimeout with the last reason."""
+        """Wait until the runtime listens and has the actor. Raises CallTimeout with the last reason, or
+        PermissionError."""
         reason = "nobody listens there"
-        tags = tuple(handlers.by_tag)
+        tags, deadline = tuple(handlers.by_tag), now() + timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                for pause in _backoff():
-                    try:
-                        answer = await self._ask_find(Find(next(self._ids), actor, tags))
-                        if isinstance(answer, Reply):
-                            return
-                        if answer.kind != ActorDied.__name__:
-                            raise error_of(answer)
-                        reason = answer.text
-                    except ActorDied as error:
-                        if self._closed is not None:
-                            raise
-                        reason = str(error)
-                    await asyncio.sleep(pause)
+            for pause in _backoff():
+                try:
+                    answer = await self._ask_find(Find(next(self._ids), actor, tags), deadline)
+                    if isinstance(answer, Reply):
+                        return
+                    if answer.kind != ActorDied.__name__:
+                        raise error_of(answer)
+                    reason = answer.text
+                except ActorDied as error:
+                    if self._closed is not None:
+                        raise
+                    reason = str(error)
+                await asyncio.sleep(min(pause, deadline - now()))
         except TimeoutError:
             raise CallTimeout(f"{actor} at {self.address} was not there within {timeout_s:g} s: {reason}") from None
 
@@ -185,42 +256,52 @@ class Link:
 
     # Sending.
 
-    async def _ask_find(self, find: Find) -> Reply | Failure:
-        return await self._ask(find.id, lambda limit: self.codec.frame(find, limit), True, find.actor)
+    async def _ask_find(self, find: Find, deadline: float) -> Reply | Failure:
+        where = f"{find.actor} at {self.address}"
+        answer = await self._ask(find.id, lambda limit: self.codec.frame(find, limit), deadline, True, where)
+        if isinstance(answer, Late):
+            raise TimeoutError
+        return answer
 
-    async def _ask(self, id: int, frame: Callable[[int], bytearray], again: bool, where: str) -> Reply | Failure:
-        """Send until there is an answer; more than once only if `again`. The caller brings the deadline."""
+    async def _ask(
+        self, id: int, frame: Callable[[int], bytes], deadline: float, again: bool, where: str
+    ) -> Reply | Failure | Late:
+        """Dial if need be, send, and wait; more than once only if `again`. Raises ActorDied, WireError or
+        PermissionError."""
         for pause in _backoff():
-            line = await self._open(where)
+            try:
+                line = await self._ready(deadline, where)
+            except TimeoutError:
+                return Late.LATE
             if line is not None:
-                answer, reason = await self._ask_once(line, id, frame)
+                waiter = line.ask(id, frame(line.limit), deadline)
+                try:
+                    answer = await waiter
+                except asyncio.CancelledError:
+                    line.give_up(id)
+                    raise
                 if answer is not None:
                     return answer
                 if not again:
-                    raise ActorDied(f"{where} is gone: {reason}")
-            await asyncio.sleep(pause)
+                    raise ActorDied(f"{where} is gone: {line.lost}")
+            await asyncio.sleep(min(pause, deadline - now()))
         raise AssertionError("backoff never ends")
 
-    async def _ask_once(self, line: _Line, id: int, frame: Callable[[int], bytearray]) -> tuple[Answer, str]:
-        connection, hello = line.connection, line.greeted.result()
-        assert connection is not None
-        await connection.writable()
-        if line.lost is not None:
-            return None, line.lost
-        waiter: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        line.waiting[id] = waiter
-        try:
-            connection.write(frame(min(self._limit, hello.max_frame_bytes)))
-            answer = await waiter
-        except asyncio.CancelledError:
-            connection.write(self.codec.frame(Cancel(id), self._limit))
-            raise
-        finally:
-            line.waiting.pop(id, None)
-        return answer, line.lost or ""
+    async def _ready(self, deadline: float, where: str) -> _Line | None:
+        """The open line, once the peer takes more. None: try again. Raises what `_open` raises, or TimeoutError."""
+        async with asyncio.timeout_at(deadline):
+            while True:
+                line = await self._open(where)
+                if line is None or line.lost is not None:
+                    return None
+                if not line.is_paused:
+                    return line
+                assert line.connection is not None
+                await line.connection.writable()
 
     async def _open(self, where: str) -> _Line | None:
-        """The open line, dialled if need be. None: try again. Raises ActorDied when nobody listens."""
+        """The open line, dialled if need be. None: try again. Raises ActorDied when nobody is there, or
+        PermissionError."""
         if self._line is not None:
             return self._line
         if self._closed is not None:
@@ -231,8 +312,10 @@ class Link:
         dialling = self._dialling
         try:
             return await asyncio.shield(dialling)
-        except (NobodyListens, PermissionError) as error:
+        except (NobodyListens, Unreachable) as error:
             raise ActorDied(f"{where} is gone: {error.strerror or error}") from None
+        except PermissionError:
+            raise
         except asyncio.CancelledError:
             if dialling.cancelled() and self._closed is not None:
                 raise ActorDied(f"{where} cannot be called: {self._closed}") from None
@@ -242,16 +325,19 @@ class Link:
 
     async def _dial(self) -> _Line:
         line = _Line(self)
-        line.connection = await self.address.dial(line, self._limit)
+        line.connection = await self.address.dial(line, self._terms)
         try:
-            line.connection.write(self.codec.frame(self._hello, self._limit))
+            line.connection.write(self.codec.frame(self._hello, self._terms.max_frame_bytes))
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 hello = await line.greeted
+            if line.lost is not None:  # greeted, and gone
+                raise ConnectionError(line.lost)
             if hello.protocol != PROTOCOL:
                 raise WireError(f"{self.address} speaks protocol {hello.protocol}, this runtime {PROTOCOL}")
         except BaseException:  # also when cancelled: nobody else has this connection yet
             line.connection.abort("the handshake failed")
             raise
+        line.limit = min(self._terms.max_frame_bytes, hello.max_frame_bytes)
         restarted = self._peer_session not in (None, hello.session)
         self._line, self._peer_session = line, hello.session
         if restarted:
@@ -275,11 +361,10 @@ class Link:
     async def _look(self, actor: str, reason: str) -> None:
         """A broken connection is no death yet: dial again, and see whether the same life answers."""
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                answer = await self._ask_find(Find(next(self._ids), actor, ()))
+            answer = await self._ask_find(Find(next(self._ids), actor, ()), now() + PROBE_TIMEOUT_S)
             if isinstance(answer, Failure):
                 self.actor_gone(actor, answer.text)
-        except (ActorDied, WireError, TimeoutError) as error:
+        except (ActorDied, WireError, TimeoutError, PermissionError) as error:
             self.actor_gone(actor, f"{actor} at {self.address} is gone: {reason or error}")
 
 

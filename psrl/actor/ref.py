@@ -16,8 +16,11 @@ Send = Callable[[msgspec.Struct], Coroutine[Any, Any, msgspec.Struct | None]]
 class Channel(Protocol):
     """How calls reach one actor: directly in this process, or over a Link."""
 
-    async def call(self, handler: Handler, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct | None:
-        """The reply. Raises an ActorError, at the latest `timeout_s` from now."""
+    def sender(self, handler: Handler, timeout_s: float) -> Send:
+        """The function that sends this handler's messages and waits for the reply.
+
+        It raises TypeError for another message, or an ActorError, at the latest `timeout_s` from then.
+        """
 
     def watch(self, callback: Callable[[str], None]) -> None:
         """Call `callback(reason)` once when the actor is gone."""
@@ -34,12 +37,7 @@ class Ref:
         if handler is None:
             owner = self._handlers.owner.__qualname__
             raise AttributeError(f"{owner} has no handler {name!r}; its handlers: {self._handlers.describe()}")
-        channel, timeout_s = self._channel, self._timeout_s if self._timeout_s is not None else handler.timeout_s
-
-        async def send(message: msgspec.Struct) -> msgspec.Struct | None:
-            handler.check_message(message)
-            return await channel.call(handler, message, timeout_s)
-
+        send = self._channel.sender(handler, self._timeout_s if self._timeout_s is not None else handler.timeout_s)
         send.__name__ = send.__qualname__ = name
         self.__dict__[name] = send  # found directly from now on
         return send

@@ -22,13 +22,14 @@ from psrl.actor.actor import Actor
 from psrl.actor.handler import Handler, handlers_of
 from psrl.actor.inbound import Inbound
 from psrl.actor.link import Link
-from psrl.actor.mailbox import DEFAULT_MAILBOX
-from psrl.actor.ref import A, Ref, unwrap
+from psrl.actor.mailbox import DEFAULT_MAILBOX, Job
+from psrl.actor.ref import A, Ref, Send, unwrap
 from psrl.actor.supervisor import Supervisor
-from psrl.actor.transport import Address, Connection, Listener
-from psrl.actor.wire import DEFAULT_FRAME_BYTES, PROTOCOL, Codec, Hello
+from psrl.actor.token import Token
+from psrl.actor.transport import DEFAULT_HOST_TIMEOUT_S, Address, Connection, Listener, Terms
+from psrl.actor.wire import DEFAULT_FRAME_BYTES, PROTOCOL, Codec, Hello, Outcome
 from psrl.clock import now
-from psrl.errors import ActorDied, CallTimeout, ConfigError
+from psrl.errors import ActorDied, ActorError, CallTimeout, ConfigError
 
 _log = logging.getLogger("psrl.actor")
 
@@ -44,23 +45,32 @@ class Failed(NamedTuple):
 
 
 class Runtime:
-    """Runs actors. `on_failure` is called with each actor that ends by an error, besides the log."""
+    """Runs actors. `on_failure` is called with each actor that ends by an error, besides the log.
+
+    `token` is the cluster's, for transports that leave the machine; a host that answers nothing for `host_timeout_s`
+    counts as gone. `address` is where peers reach this runtime, once it is entered.
+    """
 
     def __init__(
         self,
         name: str,
         listen: Address | None = None,
         *,
+        token: Token | None = None,
         max_frame_bytes: int = DEFAULT_FRAME_BYTES,
+        host_timeout_s: float = DEFAULT_HOST_TIMEOUT_S,
         on_failure: Callable[[Failed], None] | None = None,
     ) -> None:
         if not MIN_FRAME_BYTES <= max_frame_bytes < 2**32:
             raise ConfigError(f"max_frame_bytes must be from {MIN_FRAME_BYTES} to {2**32 - 1}, not {max_frame_bytes}")
+        if not 1 <= host_timeout_s < 3600:
+            raise ConfigError(f"host_timeout_s must be from 1 to 3600, not {host_timeout_s:g}")
         self.name, self.address = name, listen
         self.codec = Codec()
         self.hello = Hello(PROTOCOL, name, os.urandom(12), max_frame_bytes)
-        self._max_frame_bytes, self._on_failure = max_frame_bytes, on_failure
-        self._supervisors: dict[str, Supervisor] = {}
+        self._terms = Terms(max_frame_bytes, token, host_timeout_s)
+        self._on_failure = on_failure
+        self.supervisors: dict[str, Supervisor] = {}
         self._listener: Listener | None = None
         self._inbound: set[Inbound] = set()
         self._links: dict[Address, Link] = {}
@@ -73,7 +83,8 @@ class Runtime:
             raise RuntimeError(f"runtime {self.name} was entered before")
         self._process = os.getpid()
         if self.address is not None:
-            self._listener = await self.address.listen(self._accept, self._max_frame_bytes)
+            self._listener = await self.address.listen(self._accept, self._terms)
+            self.address = self._listener.address
         self._state = "open"
         return self
 
@@ -85,21 +96,22 @@ class Runtime:
     def spawn(self, name: str, actor: A, *, mailbox: int = DEFAULT_MAILBOX) -> A:
         """Run `actor` under `name`, with at most `mailbox` calls in hand. Raises ValueError for a name in use."""
         self._check_open()
-        running = self._supervisors.get(name)
+        running = self.supervisors.get(name)
         if running is not None and running.ended is None:
             raise ValueError(f"runtime {self.name} already has an actor {name}")
         if actor._supervisor is not None:
             raise ValueError(f"this {type(actor).__qualname__} already runs as {actor.name}; an actor lives once")
         supervisor = Supervisor(name, actor, mailbox, self._actor_ended)
         actor.name, actor.runtime, actor._supervisor = name, self, supervisor
-        self._supervisors.pop(name, None)
-        self._supervisors[name] = supervisor
+        self.supervisors.pop(name, None)
+        self.supervisors[name] = supervisor
         return self._local(type(actor), supervisor)
 
     async def connect(self, kind: type[A], name: str, address: Address, *, timeout_s: float = 10.0) -> A:
         """A ref to the actor `name` of the runtime at `address`, which may still be starting.
 
-        Raises CallTimeout when it is not there within `timeout_s`, WireError when it is not a `kind`.
+        Raises CallTimeout when it is not there within `timeout_s`, WireError when it is not a `kind`, PermissionError
+        when who listens there is not to be trusted, or does not trust us.
         """
         self._check_open()
         handlers = handlers_of(kind)
@@ -107,7 +119,7 @@ class Runtime:
             return self._local(kind, await self._own(name, timeout_s))
         link = self._links.get(address)
         if link is None:
-            link = self._links[address] = Link(self.name, address, self.codec, self._max_frame_bytes)
+            link = self._links[address] = Link(self.name, address, self.codec, self._terms)
         await link.find(name, handlers, timeout_s)
         return cast(A, Ref(handlers, _Remote(self, link, name), f"{name}: {kind.__qualname__} at {address}"))
 
@@ -129,7 +141,7 @@ class Runtime:
         reason = f"runtime {self.name} closed"
         if self._listener is not None:
             self._listener.stop_accepting()
-        for supervisor in reversed(list(self._supervisors.values())):
+        for supervisor in reversed(list(self.supervisors.values())):
             await supervisor.stop(reason, max(0.1, deadline - now()))
         connections = [inbound.connection for inbound in self._inbound]
         for inbound in list(self._inbound):
@@ -148,7 +160,7 @@ class Runtime:
     # Host of inbound connections.
 
     def supervisor(self, actor: str) -> Supervisor:
-        found = self._supervisors.get(actor)
+        found = self.supervisors.get(actor)
         if found is None:
             raise ActorDied(f"runtime {self.name} has no actor {actor}")
         return found
@@ -171,11 +183,11 @@ class Runtime:
 
     async def _own(self, name: str, timeout_s: float) -> Supervisor:
         deadline = now() + timeout_s
-        while name not in self._supervisors:
+        while name not in self.supervisors:
             if now() > deadline:
                 raise CallTimeout(f"{name} was not spawned in {self.name} within {timeout_s:g} s")
             await asyncio.sleep(0.01)
-        return self._supervisors[name]
+        return self.supervisors[name]
 
     def _actor_ended(self, supervisor: Supervisor, error: BaseException | None) -> None:
         assert supervisor.ended is not None
@@ -206,17 +218,23 @@ class _Local:
     def __init__(self, runtime: Runtime, supervisor: Supervisor) -> None:
         self._runtime, self._supervisor = runtime, supervisor
 
-    async def call(self, handler: Handler, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct | None:
-        self._runtime.check_process()
-        job = self._supervisor.mailbox.take(handler, message, now() + timeout_s)
-        try:
-            outcome = await job.outcome
-        except asyncio.CancelledError:
-            job.stop(ActorDied("the caller gave up"))
-            raise
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+    def sender(self, handler: Handler, timeout_s: float) -> Send:
+        runtime, mailbox = self._runtime, self._supervisor.mailbox
+
+        async def send(message: msgspec.Struct) -> msgspec.Struct | None:
+            if type(message) not in handler.messages:
+                raise handler.wrong_message(message)
+            runtime.check_process()
+            if handler.awaits or not mailbox.is_open:
+                outcome = await _outcome(mailbox.take(handler, message, timeout_s))
+            else:
+                await asyncio.sleep(0)  # who calls in a loop lets others run
+                outcome = mailbox.answer(handler, message, timeout_s)
+            if isinstance(outcome, ActorError):
+                raise outcome
+            return outcome
+
+        return send
 
     def watch(self, callback: Callable[[str], None]) -> None:
         self._supervisor.watch(callback)
@@ -228,9 +246,26 @@ class _Remote:
     def __init__(self, runtime: Runtime, link: Link, actor: str) -> None:
         self._runtime, self._link, self._actor = runtime, link, actor
 
-    async def call(self, handler: Handler, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct | None:
-        self._runtime.check_process()
-        return await self._link.call(self._actor, handler, message, timeout_s)
+    def sender(self, handler: Handler, timeout_s: float) -> Send:
+        return self._link.sender(self._actor, handler, timeout_s)
 
     def watch(self, callback: Callable[[str], None]) -> None:
         self._link.watch(self._actor, callback)
+
+
+async def _outcome(job: Job) -> Outcome:
+    """Wait for it; who gives up waiting gives up the job."""
+    if not job.is_answered:
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def wake(outcome: Outcome) -> None:
+            if not answered.done():
+                answered.set_result(None)
+
+        job.listen(wake)
+        try:
+            await answered
+        except asyncio.CancelledError:
+            job.stop(ActorDied("the caller gave up"))
+            raise
+    return job.outcome

@@ -1,8 +1,9 @@
 """One actor's life: start, tasks, end.
 
-All tasks of an actor (its `started`, its handlers, what it spawned) are in one TaskGroup that this object holds. The
-first error outside a handler ends the actor: calls in hand fail at once with ActorDied, every task is cancelled and
-awaited, `stopped()` runs within its deadline, and the runtime is told. An orderly stop is the same without the error.
+The tasks of an actor are its handlers, in its mailbox, and the others (its `started`, what it spawned), in a TaskGroup
+that this object holds. The first error outside a handler ends the actor: calls in hand fail at once with ActorDied,
+every task is cancelled and awaited, `stopped()` runs within its deadline, and the runtime is told. An orderly stop is
+the same without the error.
 """
 
 import asyncio
@@ -29,16 +30,16 @@ class Supervisor:
     def __init__(self, name: str, actor: Actor, capacity: int, on_end: OnEnd) -> None:
         self.name, self.actor = name, actor
         self.handlers = handlers_of(type(actor))
-        self.mailbox = Mailbox(name, capacity, self._start_handler)
+        self.mailbox = Mailbox(name, actor, capacity, self._start_handler)
         self.ended: str | None = None
         self._on_end = on_end
         self._watchers: list[Callable[[str], None]] = []
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._handling: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._was_started = False
-        self._host = asyncio.get_running_loop().create_task(self._run(), name=f"actor {name}")
+        self._loop = asyncio.get_running_loop()
+        self._host = self._loop.create_task(self._run(), name=f"actor {name}")
 
     def own(self, coroutine: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
         """Run a task that lives at most as long as the actor and ends it by an error."""
@@ -62,7 +63,7 @@ class Supervisor:
         self._end(f"actor {self.name} ended: {reason}", None)
         done, _ = await asyncio.wait({self._host}, timeout=timeout_s)
         if not done:
-            stuck = ", ".join(sorted(task.get_name() for task in self._tasks | self._handling)) or "stopped()"
+            stuck = ", ".join(sorted(task.get_name() for task in self._tasks | self.mailbox.tasks)) or "stopped()"
             _log.error("actor %s did not stop in %g s; still running: %s", self.name, timeout_s, stuck)
             self._host.cancel()
 
@@ -76,6 +77,8 @@ class Supervisor:
                 await self._stopping.wait()
         except* Exception:
             pass  # _task_done has reported the first one
+        if handling := self.mailbox.tasks:
+            await asyncio.wait(handling)
         if self._was_started:
             await self._after()
 
@@ -92,18 +95,15 @@ class Supervisor:
             _log.error("actor %s: stopped() failed", self.name, exc_info=error)
 
     def _start_handler(self, job: Job) -> asyncio.Task[None]:
-        assert self._group is not None
-        task = self._group.create_task(self._handle(job), name=f"{self.name}.{job.handler.name}")
-        self._handling.add(task)
-        task.add_done_callback(self._handling.discard)
-        return task
+        return self._loop.create_task(self._handle(job), name=f"{self.name}.{job.handler.name}")
 
     async def _handle(self, job: Job) -> None:
         if job.message is None:
             return  # answered before its turn came
         try:
             reply = await job.handler.function(self.actor, job.message)
-            job.handler.check_reply(reply)
+            if type(reply) not in job.handler.replies:
+                raise job.handler.wrong_reply(reply)
         except asyncio.CancelledError as error:
             job.finish(remote_error(error))
             raise

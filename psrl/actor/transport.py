@@ -7,11 +7,22 @@ loop's thread. A new transport is a new Address; nothing above learns its name.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
+from psrl.actor.token import Token
 from psrl.errors import WireError
+
+DEFAULT_HOST_TIMEOUT_S = 10.0
+
+
+class Terms(NamedTuple):
+    """What a runtime asks of its connections. Addresses travel; this stays in the process."""
+
+    max_frame_bytes: int
+    token: Token | None = None  # a transport that leaves the machine needs one
+    host_timeout_s: float = DEFAULT_HOST_TIMEOUT_S  # a host that answers nothing for so long is gone
 
 
 class Receiver(Protocol):
@@ -31,16 +42,17 @@ class Receiver(Protocol):
 
 
 class Connection(Protocol):
-    """One open connection. Writing never blocks; `writable` is where a writer waits for a slow peer."""
+    """One open connection. Writing never blocks; `writable` is where a writer waits for a slow peer.
+
+    `write` queues one frame, length included. It does nothing when the connection is gone.
+    """
 
     peer: str
+    write: Callable[[bytes], None]
 
     @property
     def lost(self) -> str | None:
         """Why the connection is gone, or None while it is open."""
-
-    def write(self, frame: bytes | bytearray) -> None:
-        """Queue one frame, length included. Nothing happens when the connection is gone."""
 
     async def writable(self) -> None:
         """Returns when the write buffer is below its mark, or all is lost. The caller brings the deadline."""
@@ -59,7 +71,10 @@ class Connection(Protocol):
 
 
 class Listener(Protocol):
-    """An address that is being listened on."""
+    """An address that is being listened on. `address` is where peers reach it, with the real port."""
+
+    @property
+    def address(self) -> "Address": ...
 
     def stop_accepting(self) -> None: ...
 
@@ -74,17 +89,21 @@ class Address(msgspec.Struct, frozen=True, tag=True):
     """Where a runtime can be reached. A plain value: it may travel in messages and specs."""
 
     @abstractmethod
-    async def listen(self, accept: Accept, limit: int) -> Listener:
+    async def listen(self, accept: Accept, terms: Terms) -> Listener:
         """Serve this address; `accept` makes the receiver of each new connection, or raises PermissionError.
 
-        `limit` is in bytes per frame. Raises ConfigError when the address cannot be had, saying why.
+        Raises ConfigError when the address cannot be had, saying why.
         """
 
     @abstractmethod
-    async def dial(self, receiver: Receiver, limit: int) -> Connection:
-        """Open a connection. Raises NobodyListens when the peer is certainly not there, PermissionError when it
-        is not to be trusted, another OSError when it may work later."""
+    async def dial(self, receiver: Receiver, terms: Terms) -> Connection:
+        """Open a connection. Raises NobodyListens when the peer is certainly not there, Unreachable when its host
+        does not answer, PermissionError when it is not to be trusted, another OSError when it may work later."""
 
 
 class NobodyListens(OSError):
     """There is no process behind the address now."""
+
+
+class Unreachable(OSError):
+    """The host behind the address does not answer, after some patience."""

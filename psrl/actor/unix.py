@@ -9,26 +9,20 @@ import asyncio
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import socket
 import stat
 import struct
-import weakref
 from collections.abc import AsyncIterator
 from typing import cast
 
-from psrl.actor.stream import FrameStream
-from psrl.actor.transport import Accept, Address, Connection, Listener, NobodyListens, Receiver
+from psrl.actor.stream import BACKLOG, FrameStream, SocketListener
+from psrl.actor.transport import Accept, Address, Connection, Listener, NobodyListens, Receiver, Terms
 from psrl.clock import now
 from psrl.errors import ConfigError
 
-_log = logging.getLogger("psrl.actor")
-
 MAX_PATH_BYTES = 107
-BACKLOG = 1024
 LOCK_TIMEOUT_S = 5.0
-ACCEPT_PAUSE_S = 0.1
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -40,20 +34,22 @@ class UnixAddress(Address, frozen=True, tag="unix"):
     def __str__(self) -> str:
         return f"unix:{self.path}"
 
-    async def listen(self, accept: Accept, limit: int) -> Listener:
+    async def listen(self, accept: Accept, terms: Terms) -> Listener:
         _check_path(self.path)
         directory = _private_directory(self.path)
         async with _locked(directory):
             _remove_stale(self.path)
-            return _UnixListener(_bind(self.path), self, accept, limit)
+            return _UnixListener(_bind(self.path), self, accept, terms.max_frame_bytes)
 
-    async def dial(self, receiver: Receiver, limit: int) -> Connection:
+    async def dial(self, receiver: Receiver, terms: Terms) -> Connection:
         _check_path(self.path)
         dialled = _connect(self.path)
         try:
             _, stream = await asyncio.get_running_loop().create_unix_connection(
                 lambda: FrameStream(
-                    lambda stream, transport: _checked(lambda _: receiver, stream, transport), limit, str(self)
+                    lambda stream, transport: _checked(lambda _: receiver, stream, transport),
+                    terms.max_frame_bytes,
+                    str(self),
                 ),
                 sock=dialled,
             )
@@ -65,58 +61,26 @@ class UnixAddress(Address, frozen=True, tag="unix"):
         return stream
 
 
-class _UnixListener:
-    """Owns the bound socket and path. Accepts by itself: asyncio's server drops what arrives while it closes."""
+class _UnixListener(SocketListener):
+    """Owns the path, too."""
 
-    def __init__(self, listening: socket.socket, address: UnixAddress, accept: Accept, limit: int) -> None:
-        self._listening, self._address, self._accept, self._limit = listening, address, accept, limit
+    def __init__(self, bound: socket.socket, address: UnixAddress, accept: Accept, limit: int) -> None:
+        super().__init__(bound, address)
+        self._path, self._accept, self._limit = address.path, accept, limit
         self._identity = _identity(address.path)
-        self._opening: set[asyncio.Task[None]] = set()
-        self._streams: weakref.WeakSet[FrameStream] = weakref.WeakSet()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(listening, self._on_readable)
-
-    def stop_accepting(self) -> None:
-        if self._listening.fileno() >= 0:
-            self._loop.remove_reader(self._listening)
-            self._listening.close()
 
     async def close(self) -> None:
         self.stop_accepting()
         with contextlib.suppress(FileNotFoundError):
-            if _identity(self._address.path) == self._identity:
-                os.unlink(self._address.path)
-        if self._opening:
-            await asyncio.wait(self._opening)
-        await asyncio.gather(*(stream.closed() for stream in self._streams))
+            if _identity(self._path) == self._identity:
+                os.unlink(self._path)
+        await super().close()
 
-    def _on_readable(self) -> None:
-        try:
-            accepted, _ = self._listening.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:  # out of descriptors, most likely: let some go, then look again
-            _log.error("cannot accept on %s: %s", self._address, error)
-            self._loop.remove_reader(self._listening)
-            self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
-            return
-        accepted.setblocking(False)
-        task = self._loop.create_task(self._open(accepted), name=f"accept {self._address}")
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
-
-    def _resume(self) -> None:
-        if self._listening.fileno() >= 0:
-            self._loop.add_reader(self._listening, self._on_readable)
-
-    async def _open(self, accepted: socket.socket) -> None:
+    def _stream(self, accepted: socket.socket) -> FrameStream:
         def checked(stream: Connection, transport: asyncio.Transport) -> Receiver:
             return _checked(self._accept, stream, transport)
 
-        _, stream = await self._loop.connect_accepted_socket(
-            lambda: FrameStream(checked, self._limit, str(self._address)), accepted
-        )
-        self._streams.add(stream)
+        return FrameStream(checked, self._limit, str(self.address))
 
 
 def _checked(accept: Accept, stream: Connection, transport: asyncio.Transport) -> Receiver:

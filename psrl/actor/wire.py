@@ -12,6 +12,7 @@ Deadlines travel as seconds remaining: the two clocks need not agree.
 import asyncio
 import struct
 import traceback
+from collections.abc import Iterable
 
 import msgspec
 
@@ -20,7 +21,7 @@ from psrl.errors import ActorDied, ActorError, CallTimeout, Overloaded, RemoteEr
 PROTOCOL = 1
 DEFAULT_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
-_MAX_REMAINING_S = 1e9
+MAX_REMAINING_S = 1e9
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
@@ -96,33 +97,36 @@ class Codec:
     """Encoder and decoders of one runtime. They belong to its loop's thread."""
 
     def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encode = msgspec.msgpack.Encoder().encode
         self.requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
         self.responses: msgspec.msgpack.Decoder[Response] = msgspec.msgpack.Decoder(Response)
 
-    def body(self, value: msgspec.Struct | None) -> msgspec.Raw:
-        """The msgpack of a message or a reply. Raises WireError for a value that msgpack cannot hold."""
-        try:
-            return msgspec.Raw(self._encoder.encode(value))
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise WireError(f"{type(value).__qualname__} cannot be encoded: {error}") from error
+    def frame(self, envelope: Envelope, limit: int) -> bytes:
+        """Length and envelope. Raises WireError when it is over `limit` bytes, or cannot be encoded.
 
-    def frame(self, envelope: Envelope, limit: int) -> bytearray:
-        """Length and envelope in one buffer. Raises WireError when the envelope is over `limit` bytes."""
-        frame = bytearray(_LENGTH.size)
-        self._encoder.encode_into(envelope, frame, _LENGTH.size)
-        size = len(frame) - _LENGTH.size
+        A Call's or Reply's body may be the message itself: it is encoded in place, and only decoding yields Raw.
+        """
+        try:
+            encoded = self._encode(envelope)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            what = type(getattr(envelope, "body", envelope)).__qualname__
+            raise WireError(f"{what} cannot be encoded: {error}") from error
+        size = len(encoded)
         if size > limit:
             raise WireError(f"a frame of {size} bytes is over the limit of {limit} bytes; large values go by reference")
-        _LENGTH.pack_into(frame, 0, size)
-        return frame
+        return _LENGTH.pack(size) + encoded
+
+
+def tag_of(message: type) -> str:
+    """The wire name of a message type."""
+    return str(message.__struct_config__.tag)  # type: ignore[attr-defined]
 
 
 def failure(id: int, error: ActorError) -> Failure:
     """The envelope that carries `error` to the caller."""
     if isinstance(error, RemoteError):
-        return Failure(id, "RemoteError", error.text, error.error, error.remote_traceback)
-    return Failure(id, type(error).__name__, str(error))
+        return Failure(id, "RemoteError", _text(error.text), _text(error.error), _text(error.remote_traceback))
+    return Failure(id, type(error).__name__, _text(str(error)))
 
 
 def error_of(failure: Failure) -> ActorError:
@@ -131,6 +135,11 @@ def error_of(failure: Failure) -> ActorError:
         return RemoteError(failure.error, failure.text, failure.remote_traceback)
     kinds = {kind.__name__: kind for kind in (ActorDied, CallTimeout, Overloaded)}
     return kinds.get(failure.kind, WireError)(failure.text)
+
+
+def _text(text: str) -> str:
+    """What the wire can carry: lone surrogates, as a model may write them, are escaped."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def remote_error(error: BaseException) -> RemoteError:
@@ -142,11 +151,11 @@ def remote_error(error: BaseException) -> RemoteError:
 
 def bounded(remaining_s: float) -> float:
     """A deadline from the wire, made safe for a timer: NaN and negatives are over already."""
-    return min(remaining_s, _MAX_REMAINING_S) if remaining_s > 0 else 0.0
+    return min(remaining_s, MAX_REMAINING_S) if remaining_s > 0 else 0.0
 
 
 class Frames:
-    """Cuts a byte stream into frames. Holds at most one incomplete frame."""
+    """Cuts a byte stream into frames. Holds at most one incomplete frame, and what was put back."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -155,6 +164,10 @@ class Frames:
     def feed(self, data: bytes) -> list[bytes]:
         """The frames that `data` completes. Raises WireError for a frame over the limit, before its bytes are held."""
         buffer = self._buffer
+        if not buffer and len(data) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(data)
+            if size == len(data) - _LENGTH.size and size <= self._limit:
+                return [data[_LENGTH.size :]]  # one whole frame, as mostly
         buffer += data
         frames: list[bytes] = []
         start, end = 0, len(buffer)
@@ -169,3 +182,7 @@ class Frames:
             start = stop
         del buffer[:start]
         return frames
+
+    def put_back(self, frames: Iterable[bytes]) -> None:
+        """Frames that were not taken: the next feed returns them again."""
+        self._buffer[:0] = b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)

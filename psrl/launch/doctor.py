@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
+from psrl import ucx
+from psrl.errors import PsrlError
+
 _PACKAGES = (
     "psrl",
     "torch",
@@ -36,12 +39,14 @@ def _findings() -> Iterator[tuple[str, str]]:
         yield package, installed(package)
     yield "devices", _devices()
     yield "C++ core", _core()
+    yield "UCX", _ucx()
+    yield "RDMA", ", ".join(ucx.rdma_devices()) or "no adapter"
     cpus = len(os.sched_getaffinity(0))
     yield "CPUs", f"{cpus} of {os.cpu_count()} usable; OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')}"
     yield "memory", _memory()
     yield "/dev/shm", _shm()
     yield "open files", _limit(resource.RLIMIT_NOFILE, 1024)
-    yield "locked memory", _limit(resource.RLIMIT_MEMLOCK, None, 1 << 20, "MiB")
+    yield "locked memory", _locked()
     yield "disk here", f"{shutil.disk_usage('.').free / _GIB:.1f} GiB free in {os.getcwd()}"
 
 
@@ -70,6 +75,24 @@ def _core() -> str:
     except ImportError as error:
         return f"cannot be loaded: {error}"
     return f"loaded; {memory_available() / _GIB:.1f} GiB may still be touched (free memory and memory cgroups)"
+
+
+def _ucx() -> str:
+    """The one that links would use, with what it can do."""
+    try:
+        found = ucx.load()
+    except PsrlError as error:
+        return str(error)
+    text = f"{found.version} ({found.file}); self, tcp, posix, sysv, {', '.join(found.plugins)}"
+    if ucx.rdma_devices() and not found.has_rdma:
+        return f"{text}: RDMA NIC present but this UCX has no ib; install the system's UCX and set PSRL_UCX=system"
+    return text
+
+
+def _locked() -> str:
+    text = _limit(resource.RLIMIT_MEMLOCK, None, 1 << 20, "MiB")
+    limited = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY
+    return f"{text}: RDMA locks all segments, set ulimit -l unlimited" if limited and ucx.rdma_devices() else text
 
 
 def _memory() -> str:

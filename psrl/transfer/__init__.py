@@ -3,15 +3,32 @@
 from psrl.transfer.blocking import BlockingTransferQueue
 from psrl.transfer.client import TransferQueue
 from psrl.transfer.controller import QueueController
+from psrl.transfer.jagged import Jagged, as_torch
 from psrl.transfer.messages import ReleaseClient
 from psrl.transfer.meta import KVBatchMeta
+from psrl.transfer.samplers import (
+    GRPOGroupNSampler,
+    RankAwareSampler,
+    Sampler,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+    StalenessBufferSampler,
+)
 from psrl.transfer.storage import StorageActor
 
 __all__ = [
     "BlockingTransferQueue",
+    "GRPOGroupNSampler",
+    "Jagged",
     "KVBatchMeta",
     "QueueController",
+    "RankAwareSampler",
     "ReleaseClient",
+    "Sampler",
+    "SeqlenBalancedSampler",
+    "SequentialSampler",
+    "StalenessBufferSampler",
     "StorageActor",
     "TransferQueue",
+    "as_torch",
 ]

@@ -1,17 +1,20 @@
 """StorageActor: who may write where in a node's arena.
 
-All its state is in the segment, which the node agent keeps: a restarted StorageActor takes the same segment, and what
-was committed is found by a scan. It never touches rows' bytes: writers and readers do that where they are.
+Its truth is in the segment, which the node agent keeps: a restarted StorageActor takes the same segment, and what was
+committed is found by a scan. It never touches rows' bytes: writers and readers do that where they are.
 """
 
 import asyncio
 import logging
 
-from psrl._core import ArenaManager, QueueArena, RecordInfo, Segment
+from psrl._core import ArenaManager, PendingRecord, QueueArena, QueueWriter, RecordInfo, Segment, record_bytes
 from psrl.actor import Actor, handler
 from psrl.clock import now
 from psrl.transfer.capacity import EXTENTS_PER_GRANT
 from psrl.transfer.messages import (
+    NOTES,
+    Checked,
+    CheckRecords,
     ClientReleased,
     Freed,
     FreeRecords,
@@ -19,6 +22,7 @@ from psrl.transfer.messages import (
     Granted,
     GrantExtents,
     NoRoom,
+    Noted,
     QueueClient,
     RecordRef,
     RegisterClient,
@@ -28,6 +32,7 @@ from psrl.transfer.messages import (
     ScanRecords,
     StoredRecord,
     Usage,
+    WriteNote,
 )
 
 logger = logging.getLogger(__name__)
@@ -35,22 +40,29 @@ logger = logging.getLogger(__name__)
 RECHECK_S = 0.05
 """Readers return leases without a message, so a waiting grant looks again after so long."""
 
+SCAN_PAGE = 4096
+"""Records in one answer to a scan, about: whole extents are told."""
+
+NOTE_CLIENT = "storage notes"
+
 
 class StorageActor(Actor):
     """The arena of one node."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, node: int = 0) -> None:
         """`segment` is laid out by psrl.transfer.segments.NodeSegments. Raises StorageError if it is not."""
-        self._segment = segment
+        self._segment, self._node = segment, node
         self._arena = QueueArena.open(segment)
         self._manager = ArenaManager(self._arena)
         self._room = asyncio.Event()
+        self._notes: tuple[QueueWriter, tuple[int, int]] | None = None  # with its client
 
     @handler(idempotent=True)
     async def register_client(self, message: RegisterClient) -> Registered:
         number, incarnation = self._manager.register_client(message.name)
         self._room.set()  # an earlier one of that name was released
-        return Registered(QueueClient(number, incarnation), self._segment.name, self._segment.generation)
+        client = QueueClient(self._node, number, incarnation)
+        return Registered(client, self._segment.name, self._segment.generation)
 
     @handler(idempotent=True)
     async def grant_extents(self, message: GrantExtents) -> Granted | NoRoom:
@@ -62,7 +74,7 @@ class StorageActor(Actor):
                 return Granted(tuple(grants))
             left = deadline - now()
             if left <= 0:
-                return NoRoom(message.num_bytes, self._manager.free_bytes(), self._arena.capacity)
+                return NoRoom(self._usage())
             self._room.clear()
             try:
                 async with asyncio.timeout(min(left, RECHECK_S)):
@@ -78,29 +90,65 @@ class StorageActor(Actor):
         return Freed()
 
     @handler(idempotent=True)
+    async def check_records(self, message: CheckRecords) -> Checked:
+        return Checked(tuple(self._manager.holds(record.place) for record in message.records))
+
+    @handler(idempotent=True)
     async def release_client(self, message: ReleaseClient) -> ClientReleased:
         """Prefer QueueController.release_client, which also frees rows that were never announced."""
         released = self._manager.release_client(message.client)
         self._room.set()
         if not released.known:
-            return ClientReleased(None, 0, 0, ())
+            return ClientReleased(None, 0, 0, 0)
         logger.info(
             "released queue client %s: %d extents, %d leases", message.client, released.num_extents, released.num_leases
         )
-        return ClientReleased(
-            QueueClient(*released.client), released.num_extents, released.num_leases, _stored(released.records)
-        )
+        client = QueueClient(self._node, *released.client)
+        return ClientReleased(client, released.num_extents, released.num_leases, released.num_records)
 
     @handler(idempotent=True)
     async def scan_records(self, message: ScanRecords) -> Scanned:
-        return Scanned(_stored(self._manager.scan()))
+        owner = None if message.owner is None else (message.owner.number, message.owner.incarnation)
+        found, after = self._manager.scan(message.first_extent, SCAN_PAGE, owner)
+        is_last = after == self._arena.num_extents
+        return Scanned(
+            tuple(self._stored(info) for info in found),
+            None if is_last else after,
+            tuple(self._manager.incarnations()),
+        )
+
+    @handler(idempotent=True)
+    async def write_note(self, message: WriteNote) -> Noted:
+        pending = self._begin_note(message.key, message.text)
+        return Noted(None if pending is None else RecordRef(self._node, *pending.commit()))
 
     @handler(idempotent=True)
     async def get_usage(self, message: GetUsage) -> Usage:
-        return Usage(self._arena.capacity, self._manager.free_bytes(), self._arena.extent_bytes)
+        return self._usage()
 
+    def _begin_note(self, key: str, text: bytes) -> PendingRecord | None:
+        if self._notes is None:
+            client = self._manager.register_client(NOTE_CLIENT)
+            self._notes = (QueueWriter(self._arena, client), client)
+        writer, client = self._notes
+        pending = writer.begin(NOTES, key, text, {})
+        if pending is None:
+            num_bytes = record_bytes(NOTES, key, text, {})
+            writer.add(self._manager.grant(client, num_bytes, 1, writer.held()))
+            pending = writer.begin(NOTES, key, text, {})
+        return pending
 
-def _stored(records: list[RecordInfo]) -> tuple[StoredRecord, ...]:
-    return tuple(
-        StoredRecord(RecordRef(*info.ref), info.partition, info.key, tuple(info.fields), info.tag) for info in records
-    )
+    def _usage(self) -> Usage:
+        found = self._manager.usage()
+        return Usage(
+            capacity=self._arena.capacity,
+            extent_bytes=self._arena.extent_bytes,
+            free_bytes=found.free,
+            row_bytes=found.rows,
+            open_bytes=found.open,
+            leased_bytes=found.leased,
+        )
+
+    def _stored(self, info: RecordInfo) -> StoredRecord:
+        ref = RecordRef(self._node, *info.ref)
+        return StoredRecord(ref, info.partition, info.key, tuple(info.fields), info.tag, info.written_ns)

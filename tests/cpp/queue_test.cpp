@@ -4,11 +4,13 @@
 #include <chrono>
 #include <cstring>
 #include <random>
+#include <set>
 #include <thread>
 
 #include "base/dtype.h"
 #include "base/errors.h"
 #include "queue/manager.h"
+#include "queue/packing.h"
 #include "queue/reader.h"
 #include "queue/writer.h"
 
@@ -143,7 +145,7 @@ TEST(Queue, DeadWritersRowsStayButNotItsHalfWrittenOne) {
   auto pending = writer.begin("torn", 1, 100);
   const Released released = node.manager->release_client("w");
   EXPECT_TRUE(released.known);
-  EXPECT_EQ(released.records.size(), 1u);
+  EXPECT_EQ(released.num_records, 1u);
   EXPECT_EQ(released.num_extents, 2u);
 
   EXPECT_THROW(pending->commit(), Revoked);
@@ -279,6 +281,136 @@ TEST(Queue, RestartedManagerFindsEverything) {
   node.manager->free(b);
   EXPECT_EQ(node.manager->free_bytes(), free_before + 3 * kExtent);
   node.manager->free(c);
+}
+
+TEST(Queue, ScansInPagesAndByOwner) {
+  Node node(16);
+  Writer writer(node, "w");
+  Writer other(node, "o");
+  for (int i = 0; i < 40; ++i) {
+    (i % 4 == 0 ? other : writer).put(std::to_string(i), i, 200);
+  }
+  std::set<std::string> keys;
+  uint32_t next = 0;
+  int num_pages = 0;
+  while (next < node.arena->num_extents()) {
+    const ScanPage page = node.manager->scan(next, 5);
+    for (const auto& info : page.records) EXPECT_TRUE(keys.insert(info.description.key).second);
+    EXPECT_GT(page.next, next);
+    next = page.next;
+    ++num_pages;
+  }
+  EXPECT_EQ(keys.size(), 40u);
+  EXPECT_GT(num_pages, 2);
+  const ScanPage owned = node.manager->scan(0, SIZE_MAX, other.client);
+  EXPECT_EQ(owned.records.size(), 10u);
+  for (const auto& info : owned.records) {
+    EXPECT_EQ(std::stoi(info.description.key) % 4, 0);
+    EXPECT_TRUE(node.manager->holds(info.ref));
+    EXPECT_TRUE(node.manager->free(info.ref));
+    EXPECT_FALSE(node.manager->holds(info.ref));
+  }
+  EXPECT_EQ(node.manager->scan().size(), 30u);
+}
+
+TEST(Queue, SaysWhereItsBytesAre) {
+  Node node(8);
+  Writer writer(node, "w");
+  const QueueReader reader(node.map(), node.manager->register_client("r"));
+  const RecordRef a = writer.put("a", 1, 1500);
+  const RecordRef b = writer.put("b", 2, 1500);
+  const RecordRef large = writer.put("large", 3, 5000);
+  ArenaUsage usage = node.manager->usage();
+  EXPECT_EQ(usage.rows, 4 * kExtent);  // "a" sealed its extent when "b" did not fit in
+  EXPECT_EQ(usage.open, kExtent);
+  EXPECT_EQ(usage.leased, 0u);
+  {
+    const RecordView view = reader.read(large);
+    EXPECT_TRUE(node.manager->free(large));
+    EXPECT_TRUE(node.manager->free(a));
+    usage = node.manager->usage();
+    EXPECT_EQ(usage.leased, 3 * kExtent);
+    EXPECT_EQ(usage.rows, 0u);
+    EXPECT_EQ(usage.free, 4 * kExtent);
+  }
+  EXPECT_EQ(node.manager->usage().free, 7 * kExtent);
+  EXPECT_TRUE(node.manager->free(b));
+}
+
+// The dullest model of it: a set of numbers.
+TEST(FreeRuns, AgreesWithASet) {
+  std::mt19937 random(1);
+  FreeRuns runs;
+  std::set<uint32_t> model;
+  const auto lowest = [&](uint32_t length, bool last) -> std::optional<uint32_t> {
+    std::optional<uint32_t> found;
+    for (const uint32_t start : model) {
+      bool all = true;
+      for (uint32_t i = start; i < start + length; ++i) all &= model.contains(i);
+      if (all && (last || !found)) found = start;
+    }
+    return found;
+  };
+  for (int step = 0; step < 3000; ++step) {
+    const uint32_t length = 1 + random() % 4;
+    if (random() % 2 == 0) {
+      const uint32_t first = random() % 40;
+      runs.add(first, length);
+      for (uint32_t i = first; i < first + length; ++i) model.insert(i);
+    } else {
+      const bool last = random() % 2 == 0;
+      const auto expected = lowest(length, last);
+      ASSERT_EQ(last ? runs.take_last(length) : runs.take_first(length), expected);
+      for (uint32_t i = 0; expected && i < length; ++i) model.erase(*expected + i);
+    }
+    ASSERT_EQ(runs.size(), model.size());
+  }
+}
+
+TEST(Packing, PutsRowsOfAFieldOneAfterTheOther) {
+  Node node(16);
+  Writer writer(node, "w");
+  const QueueReader reader(node.map(), node.manager->register_client("r"));
+  std::vector<RecordView> views;
+  std::vector<PackSource> sources;
+  std::vector<std::vector<RowPiece>> rows;
+  for (int i = 0; i < 5; ++i) {
+    views.push_back(reader.read(writer.put(std::to_string(i), i, 3 * i)));
+    // The third one is elsewhere.
+    sources.push_back({views[i].description, i == 2 ? ConstBytes{} : views[i].bytes});
+    rows.push_back({{static_cast<uint32_t>(i), {"x", "n"}}});
+  }
+  const Packing packing(sources, rows, std::nullopt);
+  ASSERT_EQ(packing.columns().size(), 2u);
+  const PackedColumn& x = packing.columns()[0];
+  EXPECT_EQ(x.offsets, (std::vector<int64_t>{0, 0, 3, 9, 18, 30}));
+  EXPECT_EQ(x.nbytes, 30 * 8u);
+  EXPECT_FALSE(x.scalar);
+  EXPECT_TRUE(packing.columns()[1].scalar);
+  EXPECT_EQ(packing.columns()[1].offsets.back(), 5);
+  EXPECT_EQ(packing.columns()[1].place % kAlignment, 0u);
+
+  std::vector<std::byte> buffer(packing.num_bytes(), std::byte{0xEE});
+  packing.copy(buffer);
+  const auto parts = packing.parts(0, 5);
+  ASSERT_EQ(parts.size(), 2u);  // x and n of the one elsewhere
+  EXPECT_TRUE(packing.parts(3, 5).empty());
+  for (const PackPart& part : parts) {
+    EXPECT_EQ(part.record, 2u);
+    EXPECT_EQ(buffer[part.place], std::byte{0xEE});
+    std::memcpy(buffer.data() + part.place, views[2].bytes.data() + part.offset, part.length);
+  }
+  std::vector<int64_t> packed(30);
+  std::memcpy(packed.data(), buffer.data() + x.place, x.nbytes);
+  for (int i = 0; i < 5; ++i) {
+    for (int64_t k = x.offsets[i]; k < x.offsets[i + 1]; ++k) EXPECT_EQ(packed[k], i);
+  }
+  EXPECT_THROW(packing.copy(Bytes(buffer).first(10)), StorageError);
+  EXPECT_THROW(Packing(sources, rows, std::vector<std::string>{"y"}), UnknownKey);
+  rows[1][0].fields = {"n"};
+  EXPECT_THROW(Packing(sources, rows, std::nullopt), UnknownKey);
+  rows[1][0] = {9, {"x", "n"}};
+  EXPECT_THROW(Packing(sources, rows, std::nullopt), StorageError);
 }
 
 TEST(Queue, ArenaIsCheckedWhenOpened) {

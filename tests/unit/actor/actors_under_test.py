@@ -1,6 +1,8 @@
-"""The actor that the actor tests talk to. Also a program: a peer process that serves it until it is killed.
+"""The actor that the actor tests talk to. Also a program: a peer process that serves or calls it until it is killed.
 
-python actors_under_test.py SOCKET
+python actors_under_test.py unix PATH
+python actors_under_test.py tcp HOST            says the port
+python actors_under_test.py call HOST PORT      holds one call to a `Sleep`
 """
 
 import asyncio
@@ -9,8 +11,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from psrl.actor import Actor, Runtime, UnixAddress, handler, run
+from psrl.actor import Actor, Address, Runtime, TcpAddress, Token, UnixAddress, handler, run, within
 from psrl.errors import ConfigError
+
+TOKEN = Token("of the peers of these tests")
+HOST_TIMEOUT_S = 2.0
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -136,6 +141,8 @@ class Counter(Actor):
             raise ConfigError("set `a.b` to 1")
         if message.how == "cancel":
             raise asyncio.CancelledError
+        if message.how == "surrogate":
+            raise ValueError("half a pair: \udc00")
         if message.how == "reply":
             return message  # type: ignore[return-value]
         raise ZeroDivisionError(message.how)
@@ -152,12 +159,29 @@ async def until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
             await asyncio.sleep(0.001)
 
 
-async def serve(path: str) -> None:
-    async with Runtime("peer", listen=UnixAddress(path)) as runtime:
+async def serve(address: Address) -> None:
+    async with Runtime("peer", listen=address, token=TOKEN, host_timeout_s=HOST_TIMEOUT_S) as runtime:
         runtime.spawn("counter", Counter())
-        print("ready", flush=True)
+        print(runtime.address.port if isinstance(runtime.address, TcpAddress) else "ready", flush=True)
         await asyncio.sleep(300)
 
 
+async def call(address: Address) -> None:
+    async with Runtime("peer", token=TOKEN, host_timeout_s=HOST_TIMEOUT_S) as runtime:
+        ref = await runtime.connect(Counter, "counter", address)
+        print("ready", flush=True)
+        await within(ref, 60).sleep(Sleep(60))
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case ["unix", path]:
+            run(serve(UnixAddress(path)))
+        case ["tcp", host]:
+            run(serve(TcpAddress(host, 0)))
+        case ["call", host, port]:
+            run(call(TcpAddress(host, int(port))))
+
+
 if __name__ == "__main__":
-    run(serve(sys.argv[1]))
+    main()

@@ -1,4 +1,4 @@
-"""Fixtures of the actor tests: one actor reached in process and over a Unix socket, on asyncio's loop and on uvloop."""
+"""Fixtures of the actor tests: one actor reached in process, over a Unix socket and over TCP, on both kinds of loop."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 import uvloop
 
-from psrl.actor import Actor, Runtime, UnixAddress
+from psrl.actor import Actor, Runtime, TcpAddress, Token, UnixAddress
 
 sys.path.append(str(Path(__file__).parent))  # for actors_under_test, which is also a program
 
@@ -41,7 +41,18 @@ async def over_unix(actor: A, path: Path, **options: Any) -> AsyncIterator[A]:
         yield await here.connect(type(actor), "actor", address, timeout_s=30)
 
 
-@pytest.fixture(params=[in_process, over_unix], ids=["in-process", "unix"])
+@contextlib.asynccontextmanager
+async def over_tcp(actor: A, path: Path, **options: Any) -> AsyncIterator[A]:
+    token = Token("known to both of them")
+    async with (
+        Runtime("there", listen=TcpAddress("127.0.0.1", 0), token=token, **options.pop("runtime", {})) as there,
+        Runtime("here", token=token) as here,
+    ):
+        there.spawn("actor", actor, **options)
+        yield await here.connect(type(actor), "actor", there.address, timeout_s=5)
+
+
+@pytest.fixture(params=[in_process, over_unix, over_tcp], ids=["in-process", "unix", "tcp"])
 def reach(request: pytest.FixtureRequest, tmp_path: Path) -> Reach:
     """`async with reach(actor, mailbox=...) as ref`: the contract of a ref, whatever the transport."""
     return lambda actor, **options: request.param(actor, tmp_path, **options)

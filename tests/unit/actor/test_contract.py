@@ -52,6 +52,23 @@ async def test_what_a_handler_raises_arrives_as_remote_error(reach) -> None:
         assert await ref.add(Add(1)) == Added(1)
 
 
+async def test_an_error_whose_text_no_wire_can_carry_arrives_all_the_same(reach) -> None:
+    async with reach(Counter()) as ref:
+        with pytest.raises(RemoteError) as caught:
+            await ref.break_it(Break("surrogate"))
+        assert caught.value.text.startswith("half a pair: ")
+        assert await ref.add(Add(1)) == Added(1)
+
+
+async def test_who_calls_in_a_loop_lets_others_run(reach) -> None:
+    async with reach(Counter()) as ref:
+        others_ran = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.02, others_ran.set)
+        async with asyncio.timeout(10):
+            while not others_ran.is_set():
+                await ref.add(Add(0))
+
+
 async def test_every_call_has_a_deadline(reach) -> None:
     counter = Counter()
     async with reach(counter) as ref:

@@ -1,5 +1,7 @@
 """How handlers are declared, and what is said when that is wrong."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -126,3 +128,43 @@ def test_a_handler_must_be_async() -> None:
 
         @handler  # type: ignore[type-var]
         def take(self: Any, message: Ask) -> None: ...
+
+
+class Third(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Fourth(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+async def numbers() -> AsyncIterator[int]:
+    yield 1
+
+
+class Awaiting(Actor):
+    @handler
+    async def never(self, message: Ask) -> None:
+        async def inside() -> None:
+            await asyncio.sleep(0)
+
+        self.spawn(inside(), "inside")
+
+    @handler
+    async def call(self, message: Tell) -> None:
+        await asyncio.sleep(0)
+
+    @handler
+    async def context(self, message: Third) -> None:
+        async with asyncio.Lock():
+            pass
+
+    @handler
+    async def iterate(self, message: Fourth) -> None:
+        async for _ in numbers():
+            pass
+
+
+def test_a_handler_knows_whether_it_ever_awaits() -> None:
+    awaits = {name: handler.awaits for name, handler in handlers_of(Awaiting).by_name.items()}
+    assert awaits == {"never": False, "call": True, "context": True, "iterate": True}

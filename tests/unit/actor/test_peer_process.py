@@ -24,7 +24,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(psrl.__file__).parents[1])}
 @contextlib.asynccontextmanager
 async def peer(path: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(PROGRAM), str(path), stdout=asyncio.subprocess.PIPE, env=ENVIRONMENT
+        sys.executable, str(PROGRAM), "unix", str(path), stdout=asyncio.subprocess.PIPE, env=ENVIRONMENT
     )
     try:
         assert process.stdout is not None

@@ -67,6 +67,7 @@ async def test_a_task_that_will_not_end_is_named_and_closing_goes_on(caplog) -> 
     class Stubborn(Counter):
         async def started(self) -> None:
             self.spawn(self.cling(), "clinging")
+            await super().started()
 
         async def cling(self) -> None:
             self.events.append("clings")
@@ -81,7 +82,7 @@ async def test_a_task_that_will_not_end_is_named_and_closing_goes_on(caplog) -> 
     other, stubborn = Counter(), Stubborn()
     runtime.spawn("other", other)
     runtime.spawn("stubborn", stubborn)
-    await until(lambda: "clings" in stubborn.events)
+    await until(lambda: other.events == ["started"] and "clings" in stubborn.events)
     await runtime.close(timeout_s=0.1)
     assert "actor stubborn did not stop in" in caplog.text
     assert "stubborn/clinging" in caplog.text
@@ -95,8 +96,9 @@ async def test_an_error_in_stopped_is_logged_and_closing_goes_on(caplog) -> None
         async def stopped(self) -> None:
             raise OSError("sour")
 
+    sour = Sour()
     async with Runtime("here") as runtime:
-        runtime.spawn("sour", sour := Sour())
+        runtime.spawn("sour", sour)
         await until(lambda: sour.events == ["started"])
     assert "actor sour: stopped() failed" in caplog.text
 

@@ -190,7 +190,8 @@ async def test_a_malformed_message_fails_its_call_only(tmp_path: Path) -> None:
         writer.close()
 
 
-async def test_a_caller_that_does_not_read_is_read_no_further(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_caller_that_does_not_read_is_read_no_further(tmp_path: Path, at_once: bool) -> None:
     counter, num_calls = Counter(), 400
     async with Runtime("there", listen=address_in(tmp_path)) as there:
         there.spawn("counter", counter)
@@ -198,10 +199,15 @@ async def test_a_caller_that_does_not_read_is_read_no_further(tmp_path: Path) ->
         body = msgspec.Raw(msgspec.msgpack.encode(Large(b"", num_bytes_back=100_000)))
         writer.write(HELLO)
         reader._transport.pause_reading()
-        for id in range(num_calls):
-            writer.write(frame(wire.Call(id, "counter", "Large", 60.0, body)))
+        calls = [frame(wire.Call(id, "counter", "Large", 60.0, body)) for id in range(num_calls)]
+        if at_once:
+            writer.write(b"".join(calls))
+        for call in calls if not at_once else []:
+            writer.write(call)
             await asyncio.sleep(0)
         await asyncio.sleep(0.3)
+        if at_once:  # what it has not read is little, however many calls came in one piece
+            assert 0 < counter.num_large < 40
         assert counter.num_large < num_calls
         reader._transport.resume_reading()
         frames, num_answers = wire.Frames(2**20), 0

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from psrl import ucx
 from psrl.cli import main
 from psrl.launch.doctor import report
 
@@ -43,5 +44,12 @@ def test_numbers_that_mean_nothing_are_refused(asked: list[str], tmp_path: Path)
 
 def test_doctor_says_what_a_run_depends_on() -> None:
     text = report()
-    for word in ("python:", "torch:", "C++ core:", "CPUs:", "memory:", "/dev/shm:", "open files:"):
+    for word in ("python:", "torch:", "C++ core:", "UCX:", "RDMA:", "CPUs:", "memory:", "/dev/shm:", "open files:"):
         assert word in text
+
+
+def test_doctor_warns_of_an_rdma_adapter_that_ucx_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx, "rdma_devices", lambda: ("mlx5_0",))
+    monkeypatch.setattr(ucx, "load", lambda: ucx.Ucx(Path("/nowhere/libucp.so.0"), "1.22.0"))
+    assert "RDMA NIC present but this UCX has no ib" in report()
+    assert "RDMA:          mlx5_0" in report()

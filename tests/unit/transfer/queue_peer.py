@@ -38,9 +38,9 @@ async def use_queue(segments: str, head: str, name: str, action: str, keys: list
         queue = await connect(runtime, segments, head, name)
         if action == "tear":  # in the middle of a put: all bytes are there, the flag is not
             await queue.kv_put(keys[0], "train", {"x": np.arange(1000)})
-            held: object = await queue._write("train", keys[1], b"", {"x": np.arange(1000)}, 1e9)
+            held: object = await queue._producer.begin("train", keys[1], b"", {"x": np.arange(1000)})
         elif action == "orphan":  # committed, and nobody was told
-            held = (await queue._write("train", keys[0], b"", {"x": np.arange(1000)}, 1e9)).commit()
+            held = (await queue._producer.begin("train", keys[0], b"", {"x": np.arange(1000)})).commit()
         elif action == "write":  # until killed, at whatever instant that is
             say_ready()
             for i in range(10**9):

@@ -6,13 +6,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from psrl.errors import UnknownKey
 from psrl.transfer.index import Index
-from psrl.transfer.messages import PutRow, RecordRef, StoredRecord
+from psrl.transfer.messages import RecordRef, StoredRecord
 
 PARTITIONS, KEYS, FIELDS = ("train", "val"), ("a", "b", "c"), ("x", "y", "z")
 
 
 def ref(number: int) -> RecordRef:
-    return RecordRef(number, 0, 0, 64)
+    return RecordRef(0, number, 0, 0, 64)
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -36,10 +36,10 @@ class IndexMachine(RuleBasedStateMachine):
             return
         self.num_records += 1
         record = ref(self.num_records)
-        row = PutRow(key, record, tuple(sorted(fields)), tag)
-        freed = self.index.put(partition, row)
+        names = tuple(sorted(fields))
+        freed = self.index.put(partition, key, record, names, tag)
         if again:
-            assert self.index.put(partition, row) == []
+            assert self.index.put(partition, key, record, names, tag) == []
         place = (partition, key)
         self.fields.setdefault(place, {}).update(dict.fromkeys(fields, record))
         if tag:
@@ -54,14 +54,15 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(partition=st.sampled_from(PARTITIONS), keys=st.lists(st.sampled_from(KEYS)))
     def clear(self, partition: str, keys: list[str]) -> None:
         present = {key for key in keys if (partition, key) in self.fields}
-        num_keys, freed = self.index.clear(partition, keys)
-        assert num_keys == len(present)
+        cleared, freed = self.index.clear(partition, keys)
+        assert set(cleared) == present
+        assert len(cleared) == len(present)
         for key in present:
             del self.fields[partition, key], self.tags[partition, key]
         assert self.in_use >= set(freed)
         assert len(set(freed)) == len(freed)
         self.in_use -= set(freed)
-        assert self.index.clear(partition, keys) == (0, [])
+        assert self.index.clear(partition, keys) == ([], [])
 
     @rule(
         partition=st.sampled_from(PARTITIONS),
@@ -76,10 +77,10 @@ class IndexMachine(RuleBasedStateMachine):
                 self.index.locate(partition, keys, fields)
             return
         located = self.index.locate(partition, keys, fields)
-        assert len(located) == len(keys)
-        for row, pieces in zip(rows, located):
+        assert len(located.rows) == len(keys)
+        for row, pieces in zip(rows, located.rows):
             assert row is not None
-            found = {name: piece.record for piece in pieces for name in piece.fields}
+            found = {name: piece.record for piece in pieces for name in located.names[piece.names]}
             assert found == {name: row[name] for name in (row if fields is None else fields)}
 
     @invariant()
@@ -105,7 +106,7 @@ def test_errors_name_what_is_missing_and_what_is_there() -> None:
     index = Index()
     with pytest.raises(UnknownKey, match=r"no partition 'train'; there are none"):
         index.locate("train", ["a"], None)
-    index.put("train", PutRow("a", ref(1), ("x",), b""))
+    index.put("train", "a", ref(1), ("x",), b"")
     with pytest.raises(UnknownKey, match=r"no partition 'val'; there are \['train'\]"):
         index.locate("val", ["a"], None)
     with pytest.raises(UnknownKey, match=r"no key 'b', 'c' \(of 3 asked for\)"):
@@ -118,12 +119,12 @@ def test_errors_name_what_is_missing_and_what_is_there() -> None:
 
 def test_knows_which_records_are_in_use() -> None:
     index = Index()
-    index.put("train", PutRow("a", ref(1), ("x", "y"), b"tag"))
-    index.put("train", PutRow("a", ref(2), ("x",), b""))
-    first = StoredRecord(ref(1), "train", "a", ("x", "y"), b"tag")
+    index.put("train", "a", ref(1), ("x", "y"), b"tag")
+    index.put("train", "a", ref(2), ("x",), b"")
+    first = StoredRecord(ref(1), "train", "a", ("x", "y"), b"tag", 0)
     assert index.uses(first)
-    assert not index.uses(StoredRecord(ref(3), "train", "a", ("z",), b""))
-    assert not index.uses(StoredRecord(ref(1), "val", "a", ("x",), b""))
-    assert index.put("train", PutRow("a", ref(3), ("y",), b"")) == []  # still gives the tag
-    assert index.put("train", PutRow("a", ref(4), (), b"new")) == [ref(1)]
+    assert not index.uses(StoredRecord(ref(3), "train", "a", ("z",), b"", 0))
+    assert not index.uses(StoredRecord(ref(1), "val", "a", ("x",), b"", 0))
+    assert index.put("train", "a", ref(3), ("y",), b"") == []  # still gives the tag
+    assert index.put("train", "a", ref(4), (), b"new") == [ref(1)]
     assert not index.uses(first)

@@ -1,0 +1,67 @@
+#ifdef PSRL_WITH_UCX
+
+#include "link/ucx_api.h"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+
+#include "base/errors.h"
+
+namespace psrl::link {
+namespace {
+
+constexpr const char* kSoname = "libucp.so.0";
+
+void* open_library() {
+  const char* choice = std::getenv("PSRL_UCX");
+  std::string tried;
+  if (choice != nullptr && std::string_view(choice).find('/') != std::string_view::npos) {
+    // Either the folder of the libraries or the one above it.
+    for (const char* below : {"/", "/lib/"}) {
+      const std::string file = choice + (below + std::string(kSoname));
+      if (void* library = ::dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL)) return library;
+      tried += std::string(tried.empty() ? "" : "; ") + ::dlerror();
+    }
+    throw LinkError("PSRL_UCX=" + std::string(choice) + " has no usable libucp: " + tried);
+  }
+  if (void* library = ::dlopen(kSoname, RTLD_NOW | RTLD_LOCAL)) return library;
+  throw LinkError(
+      "UCX cannot be loaded (" + std::string(::dlerror()) +
+      "): pip install libucx-cu12, or the system's package (Debian: libucx0), or set PSRL_UCX to a "
+      "folder with libucp.so.0");
+}
+
+UcxApi load() {
+  void* library = open_library();
+  UcxApi api;
+#define PSRL_UCX_FIND(name)                                                \
+  api.name = reinterpret_cast<decltype(&::name)>(::dlsym(library, #name)); \
+  if (api.name == nullptr) {                                               \
+    throw LinkError("this UCX has no " #name "; 1.13 or newer is needed"); \
+  }
+  PSRL_UCX_FUNCTIONS(PSRL_UCX_FIND)
+#undef PSRL_UCX_FIND
+  Dl_info info{};
+  if (::dladdr(reinterpret_cast<void*>(api.ucp_init_version), &info) != 0) {
+    api.file = info.dli_fname;
+  }
+  api.version = api.ucp_get_version_string();
+  unsigned major = 0, minor = 0, release = 0;
+  api.ucp_get_version(&major, &minor, &release);
+  if (major != 1 || minor < 13) {
+    throw LinkError("UCX " + api.version + " (" + api.file + ") is not 1.13 or a later 1.x");
+  }
+  return api;
+}
+
+}  // namespace
+
+const UcxApi& ucx_api() {
+  static const UcxApi api = load();
+  return api;
+}
+
+}  // namespace psrl::link
+
+#endif  // PSRL_WITH_UCX
