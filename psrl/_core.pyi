@@ -137,12 +137,15 @@ class WeightStore:
     def fence(self, epoch: int) -> None:
         """Refuse everything of epochs before `epoch` from now on. Idempotent."""
 
-    def begin(self, epoch: int, version: int, manifest_hash: bytes) -> WeightTicket:
-        """A slot to write `version` into. StaleMessage: older epoch. StorageError: not the next version, or another
-        one of this epoch is unfinished."""
+    def begin(self, epoch: int, version: int, manifest_hash: bytes, *, gap: bool = False) -> WeightTicket:
+        """A slot to write `version` into. StaleMessage: older epoch. StorageError: not the next version (with `gap` any
+        newer one will do), or another one of this epoch is unfinished."""
 
     def put(self, ticket: WeightTicket, offset: int, data: _Array) -> None:
         """Copy contiguous bytes to `offset`; each byte once, ranges of several ranks disjoint. Revoked: slot lost."""
+
+    def put_copies(self, ticket: WeightTicket, data: _Array, copies: npt.NDArray[np.uint64]) -> None:
+        """Copy runs of `data`: rows of `copies` are those of psrl.weights.copies.Copy."""
 
     def checksum(self, ticket: WeightTicket, first: int, count: int) -> None:
         """Compute checksums of some chunks, all of whose bytes are there: seal's work, shared."""
@@ -153,8 +156,14 @@ class WeightStore:
     def abandon(self, slot: int) -> None:
         """Free a slot that was begun and not committed. Idempotent. StorageError if it is committed."""
 
-    def commit(self, epoch: int, version: int, slot: int) -> None:
+    def commit(self, epoch: int, version: int, slot: int, *, gap: bool = False) -> None:
         """Make it the newest version; the head alone does. Idempotent. StaleMessage or StorageError if it cannot be."""
+
+    def checksums(self, slot: int) -> list[int]:
+        """Of each chunk of a sealed or committed slot."""
+
+    def memory_offset(self, slot: int) -> int:
+        """Where the slot's bytes begin in the segment."""
 
     def newest(self) -> CommittedWeights | None: ...
     def acquire(self, client: str, min_version: int, min_epoch: int = 0) -> WeightLease | None:
@@ -495,3 +504,103 @@ class WeightStager:
 
     def cancel(self) -> None: ...
     def progress(self) -> StageProgress: ...
+
+# Checksums of chunks are those that slots keep: `WeightStore.checksums`. Hashes are 16 bytes.
+
+class DeltaLayout:
+    """How the bytes of a version are read: runs of items of one size. `psrl.weights.delta.layout_of` makes it."""
+
+    def __init__(self, runs: list[tuple[int, int]]) -> None:
+        """(end, item bytes) ascending, in multiples of 64 bytes; 2 and 4 are floats, 1 is anything."""
+
+    @property
+    def data_bytes(self) -> int: ...
+    @property
+    def num_blocks(self) -> int:
+        """One for each chunk of the store."""
+
+class PatchHeader:
+    """The first PATCH_HEADER_BYTES of a patch."""
+
+    @staticmethod
+    def read(patch: _Array) -> PatchHeader:
+        """StorageError if it is not one, ChecksumMismatch if it is damaged."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def base_version(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def manifest_hash(self) -> bytes: ...
+    @property
+    def base_hash(self) -> bytes: ...
+    @property
+    def result_hash(self) -> bytes: ...
+    @property
+    def data_bytes(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+
+PATCH_HEADER_BYTES: int
+PATCH_BLOCK_HEADER_BYTES: int
+
+def version_hash(manifest_hash: bytes, checksums: list[int]) -> bytes:
+    """What patches call a version by: its content, however it came."""
+
+def chunk_checksums(data: _Array, num_threads: int = 1) -> list[int]:
+    """Those that a slot would have."""
+
+def delta_encode(
+    layout: DeltaLayout,
+    epoch: int,
+    base_version: int,
+    version: int,
+    manifest_hash: bytes,
+    base: _Array,
+    base_checksums: list[int],
+    next: _Array,
+    next_checksums: list[int],
+    num_threads: int = 1,
+) -> bytes:
+    """The patch that makes `next` of `base`: its header, then a block for each chunk."""
+
+def delta_apply(
+    layout: DeltaLayout,
+    patch: _Array,
+    manifest_hash: bytes,
+    base: _Array,
+    base_checksums: list[int],
+    out: _Array,
+    num_threads: int = 1,
+) -> list[int]:
+    """Make the next version in `out`, apart from the base, and return its checksums. May be repeated.
+
+    StorageError: malformed, or from another base. ChecksumMismatch: patch or base are damaged. `out` is then garbage.
+    """
+
+def delta_encode_block(
+    layout: DeltaLayout, block: int, base: _Array, base_checksum: int, next: _Array, next_checksum: int
+) -> bytes:
+    """One block, as soon as both chunks are there."""
+
+def delta_encode_changes(
+    layout: DeltaLayout,
+    block: int,
+    offsets: npt.NDArray[np.uint32],
+    steps: npt.NDArray[np.int32],
+    base: _Array,
+    base_checksum: int,
+    out: _Array,
+) -> bytes:
+    """The same block from its changes alone; `out` becomes the chunk that they make of `base`.
+
+    `offsets` are the changed items' places in bytes from the block's start, ascending.
+    """
+
+def delta_apply_block(layout: DeltaLayout, block: _Array, base: _Array, base_checksum: int, out: _Array) -> int:
+    """Make one chunk in `out` and return its checksum. Errors as delta_apply."""
+
+def read_through(data: _Array) -> int:
+    """Read all bytes once: the speed that comparing is measured against."""

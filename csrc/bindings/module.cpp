@@ -36,9 +36,12 @@ void translate(std::exception_ptr pointer) {
 
 PYBIND11_MODULE(_core, m) {
   using namespace psrl::bindings;
-  m.doc() = "The C++ core of PSRL: shared-memory segments, the sample queue, weight slots.";
+  m.doc() = "The C++ core of PSRL: shared-memory segments, the sample queue, weight slots, links.";
   py::register_local_exception_translator(&translate);
   bind_shm(m);
   bind_queue(m);
   bind_weights(m);
+  bind_delta(m);
+  bind_link(m);
+  bind_cuda(m);
 }

@@ -50,6 +50,21 @@ void put(WeightStore& store, const Ticket& ticket, uint64_t offset, const py::bu
   store.put(ticket, offset, bytes);
 }
 
+// `copies` is [N, 6], as psrl.weights.copies has them.
+void put_copies(WeightStore& store, const Ticket& ticket, const py::buffer& buffer,
+                const py::array_t<uint64_t, py::array::c_style | py::array::forcecast>& copies) {
+  const py::buffer_info info = buffer.request();
+  const ConstBytes bytes = bytes_of(info);
+  if (copies.ndim() != 2 || copies.shape(1) != 6) {
+    throw StorageError("weights: copies have six numbers each");
+  }
+  static_assert(sizeof(weights::CopyRuns) == 6 * sizeof(uint64_t));
+  std::vector<weights::CopyRuns> runs(static_cast<size_t>(copies.shape(0)));
+  if (!runs.empty()) std::memcpy(runs.data(), copies.data(), runs.size() * sizeof(runs[0]));
+  const py::gil_scoped_release release;
+  store.put(ticket, bytes, runs);
+}
+
 void copy_chunks(const WeightStore& store, const Lease& lease, uint64_t first, uint64_t count,
                  const py::buffer& buffer) {
   const py::buffer_info info = buffer.request(/*writable=*/true);
@@ -64,6 +79,10 @@ py::array view(const WeightStore& store, const Lease& lease) {
   const py::capsule base(new WeightStore(store),
                          [](void* held) { delete static_cast<WeightStore*>(held); });
   return {py::dtype::of<uint8_t>(), {bytes.size()}, {1}, bytes.data(), base};
+}
+
+weights::Follows follows(bool gap) {
+  return gap ? weights::Follows::kAny : weights::Follows::kNext;
 }
 
 const char* state_name(const SlotInfo& info) {
@@ -138,16 +157,25 @@ void bind_weights(py::module_& m) {
       .def("fence", &WeightStore::fence, py::arg("epoch"))
       .def(
           "begin",
-          [](WeightStore& store, uint64_t epoch, uint64_t version, const std::string& hash) {
-            return store.begin(epoch, version, hash_from(hash));
-          },
-          py::arg("epoch"), py::arg("version"), py::arg("manifest_hash"))
+          [](WeightStore& store, uint64_t epoch, uint64_t version, const std::string& hash,
+             bool gap) { return store.begin(epoch, version, hash_from(hash), follows(gap)); },
+          py::arg("epoch"), py::arg("version"), py::arg("manifest_hash"), py::kw_only(),
+          py::arg("gap") = false)
       .def("put", &put, py::arg("ticket"), py::arg("offset"), py::arg("data"))
+      .def("put_copies", &put_copies, py::arg("ticket"), py::arg("data"), py::arg("copies"))
+      .def("memory_offset", &WeightStore::memory_offset, py::arg("slot"))
+      .def("checksums", &WeightStore::checksums, py::arg("slot"))
       .def("checksum", &WeightStore::checksum, py::arg("ticket"), py::arg("first"),
            py::arg("count"), NoGil())
       .def("seal", &WeightStore::seal, py::arg("ticket"), py::arg("expected_bytes"), NoGil())
       .def("abandon", &WeightStore::abandon, py::arg("slot"))
-      .def("commit", &WeightStore::commit, py::arg("epoch"), py::arg("version"), py::arg("slot"))
+      .def(
+          "commit",
+          [](WeightStore& store, uint64_t epoch, uint64_t version, uint32_t slot, bool gap) {
+            store.commit(epoch, version, slot, follows(gap));
+          },
+          py::arg("epoch"), py::arg("version"), py::arg("slot"), py::kw_only(),
+          py::arg("gap") = false)
       .def("newest", &WeightStore::newest)
       .def("acquire", &WeightStore::acquire, py::arg("client"), py::arg("min_version"),
            py::arg("min_epoch") = 0)

@@ -180,7 +180,7 @@ void Connection::become_open() {
 // ---- operations of ours
 
 void Connection::submit(std::unique_ptr<Op> op) {
-  if (state_ != State::kOpen || goodbye_said_ || leaving_) {
+  if (state_ != State::kOpen || goodbye_heard_ || leaving_) {
     return owner_.on_done(*op, id_, goodbye_heard_ ? Status::kPeerLost : Status::kClosed,
                           who() + (goodbye_heard_ ? " said goodbye" : " was disconnected"));
   }

@@ -60,6 +60,21 @@ NewestWord unpack_newest(uint64_t word) {
 
 uint64_t present(uint32_t crc) { return kChecksumPresent | crc; }
 
+// Raises StorageError unless all runs from `start` on, `stride` apart, lie in `size` bytes.
+void require_inside(uint64_t start, uint64_t stride, const CopyRuns& copy, uint64_t size,
+                    const char* whose) {
+  uint64_t end = 0;
+  const uint64_t last = copy.num > 0 ? copy.num - 1 : 0;
+  if (__builtin_mul_overflow(last, stride, &end) || __builtin_add_overflow(end, start, &end) ||
+      __builtin_add_overflow(end, copy.length, &end) || end > size ||
+      (copy.length > 0 && copy.num > size)) {
+    throw StorageError("weights: " + std::to_string(copy.num) + " x " +
+                       std::to_string(copy.length) + " bytes from " + std::to_string(start) +
+                       " on, " + std::to_string(stride) + " apart, are outside of " + whose + " " +
+                       std::to_string(size));
+  }
+}
+
 void require_aligned(ConstBytes memory) {
   if (reinterpret_cast<uintptr_t>(memory.data()) % kPage != 0) {
     throw StorageError("weights: the memory does not start at a page");
@@ -135,9 +150,12 @@ void WeightStore::refuse_stale(uint64_t epoch) const {
   }
 }
 
-void WeightStore::refuse_gap(uint64_t epoch, uint64_t version) const {
+void WeightStore::refuse_gap(uint64_t epoch, uint64_t version, Follows follows) const {
   const std::optional<Committed> last = newest();
-  if (last && last->epoch == epoch && version != last->version + 1) {
+  if (!last || last->epoch != epoch) return;
+  const bool follow =
+      follows == Follows::kNext ? version == last->version + 1 : version > last->version;
+  if (!follow) {
     throw StorageError("weights: " + described(epoch, version) + " does not follow version " +
                        std::to_string(last->version));
   }
@@ -149,9 +167,10 @@ void WeightStore::fence(uint64_t epoch) {
   }
 }
 
-Ticket WeightStore::begin(uint64_t epoch, uint64_t version, const ManifestHash& manifest_hash) {
+Ticket WeightStore::begin(uint64_t epoch, uint64_t version, const ManifestHash& manifest_hash,
+                          Follows follows) {
   refuse_stale(epoch);
-  refuse_gap(epoch, version);
+  refuse_gap(epoch, version, follows);
   fence(epoch);
   const NewestWord visible = unpack_newest(header_->newest.load());
   int chosen = -1;
@@ -204,17 +223,49 @@ void WeightStore::require_ticket(const Ticket& ticket) const {
 }
 
 void WeightStore::put(const Ticket& ticket, uint64_t offset, ConstBytes bytes) {
+  const CopyRuns copy{.into = offset, .length = bytes.size()};
+  put(ticket, bytes, {&copy, 1});
+}
+
+void WeightStore::put(const Ticket& ticket, ConstBytes from, std::span<const CopyRuns> copies) {
   require_ticket(ticket);
-  if (offset > data_bytes() || bytes.size() > data_bytes() - offset) {
-    throw StorageError("weights: bytes " + std::to_string(offset) + " + " +
-                       std::to_string(bytes.size()) + " are outside of a version's " +
-                       std::to_string(data_bytes()));
+  uint64_t num_bytes = 0;
+  for (const CopyRuns& copy : copies) {
+    require_inside(copy.offset, copy.stride, copy, from.size(), "the bytes given");
+    require_inside(copy.into, copy.into_stride, copy, data_bytes(), "a version's");
+    num_bytes += copy.num * copy.length;
   }
-  if (!bytes.empty()) {
-    std::memcpy(data(ticket.slot).data() + offset, bytes.data(), bytes.size());
+  std::byte* into = data(ticket.slot).data();
+  for (const CopyRuns& copy : copies) {
+    if (copy.length == 0) continue;
+    for (uint64_t i = 0; i < copy.num; ++i) {
+      std::memcpy(into + copy.into + i * copy.into_stride,
+                  from.data() + copy.offset + i * copy.stride, copy.length);
+    }
   }
-  slots_[ticket.slot]->written.fetch_add(bytes.size());
+  slots_[ticket.slot]->written.fetch_add(num_bytes);
   require_ticket(ticket);
+}
+
+Bytes WeightStore::memory(const Ticket& ticket) const {
+  require_ticket(ticket);
+  return data(ticket.slot);
+}
+
+uint64_t WeightStore::memory_offset(uint32_t slot) const {
+  require_slot(slot);
+  return static_cast<uint64_t>(data(slot).data() - reinterpret_cast<std::byte*>(header_));
+}
+
+void WeightStore::arrived(const Ticket& ticket, uint64_t num_bytes) {
+  require_ticket(ticket);
+  slots_[ticket.slot]->written.fetch_add(num_bytes);
+}
+
+void WeightStore::arrived(const Ticket& ticket, uint64_t chunk, uint32_t crc) {
+  require_ticket(ticket);
+  require_chunks(chunk, 1);
+  checksums_[ticket.slot][chunk].store(present(crc));
 }
 
 void WeightStore::checksum(const Ticket& ticket, uint64_t first, uint64_t count) {
@@ -269,7 +320,7 @@ std::optional<Committed> WeightStore::newest() const {
   }
 }
 
-void WeightStore::commit(uint64_t epoch, uint64_t version, uint32_t index) {
+void WeightStore::commit(uint64_t epoch, uint64_t version, uint32_t index, Follows follows) {
   require_slot(index);
   refuse_stale(epoch);
   SlotHeader& slot = *slots_[index];
@@ -284,7 +335,7 @@ void WeightStore::commit(uint64_t epoch, uint64_t version, uint32_t index) {
                        std::to_string(index) + " is " + name_of(word.state) + " with " +
                        described(slot.epoch, slot.version));
   }
-  refuse_gap(epoch, version);
+  refuse_gap(epoch, version, follows);
   // A head killed between these two leaves a committed slot that is not visible: the same commit
   // said again finishes it, and the next begin may take the slot.
   if (word.state == SlotState::kSealed &&
@@ -395,9 +446,28 @@ void WeightStore::copy_chunks(const Lease& lease, uint64_t first, uint64_t count
   }
 }
 
+std::vector<uint32_t> WeightStore::checksums(uint32_t slot) const {
+  require_slot(slot);
+  const SlotState state = word_of(*slots_[slot]).state;
+  if (state != SlotState::kSealed && state != SlotState::kCommitted) {
+    throw StorageError("weights: slot " + std::to_string(slot) + " is " + name_of(state) +
+                       "; it has no checksums yet");
+  }
+  std::vector<uint32_t> sums;
+  sums.reserve(num_chunks_);
+  for (const auto& sum : checksums_[slot]) sums.push_back(static_cast<uint32_t>(sum.load()));
+  return sums;
+}
+
 void WeightStore::verify(const Lease& lease) const {
   require_slot(lease.slot);
   for (uint64_t i = 0; i < num_chunks_; ++i) compare(lease, i, chunk(lease.slot, i));
+}
+
+void WeightStore::verify_chunk(const Lease& lease, uint64_t index) const {
+  require_slot(lease.slot);
+  require_chunks(index, 1);
+  compare(lease, index, chunk(lease.slot, index));
 }
 
 ConstBytes WeightStore::view(const Lease& lease) const {

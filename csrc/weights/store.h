@@ -2,7 +2,9 @@
 //
 // Who calls what: one trainer rank begins a version and hands the ticket to the others; every rank
 // puts its ranges; when all have, checksums are computed and one rank seals. The head alone
-// commits. Readers acquire a lease on the newest version, copy, and release.
+// commits. Readers acquire a lease on the newest version, copy, and release. On a node that gets
+// versions from others its server begins (kAny), receives units straight into the slot
+// (weights/relay.h), seals and commits.
 //
 // Invariants:
 // - A version is visible from its commit on, which is one store of one word; a process killed at
@@ -48,6 +50,21 @@ struct Ticket {
   uint64_t generation = 0;
 };
 
+// Whether a version must follow the newest one of its epoch without a gap, as the trainer's do, or
+// may be any newer one, as on a node that was away for a while.
+enum class Follows : uint8_t { kNext, kAny };
+
+// `num` runs of `length` bytes, from `offset + i * stride` of some bytes to `into + i *
+// into_stride` of a version.
+struct CopyRuns {
+  uint64_t offset = 0;
+  uint64_t into = 0;
+  uint64_t length = 0;
+  uint64_t num = 1;
+  uint64_t stride = 0;
+  uint64_t into_stride = 0;
+};
+
 // A reader's hold on one version. Says what it was given for; `WeightStore::valid` says if it is.
 struct Lease {
   uint32_t slot = 0;
@@ -91,13 +108,21 @@ class WeightStore {
   void fence(uint64_t epoch);
 
   // A slot to write `version` into. Takes over what writers of older epochs left unfinished. Raises
-  // StaleMessage for an older epoch, StorageError if the version is not the next one of its epoch
-  // or if a version of the same epoch is being written (abandon it first). Writers of an older
-  // epoch must be dead by then, or at least past their last `put`.
-  Ticket begin(uint64_t epoch, uint64_t version, const ManifestHash& manifest_hash);
+  // StaleMessage for an older epoch, StorageError if the version does not follow or if a version of
+  // the same epoch is being written (abandon it first). Writers of an older epoch must be dead by
+  // then, or at least past their last `put`.
+  Ticket begin(uint64_t epoch, uint64_t version, const ManifestHash& manifest_hash,
+               Follows follows = Follows::kNext);
   // Copies `bytes` to `offset` of the slot. Ranks may put disjoint ranges at the same time; each
   // byte is put once. Raises Revoked when the slot was taken away.
   void put(const Ticket& ticket, uint64_t offset, ConstBytes bytes);
+  void put(const Ticket& ticket, ConstBytes from, std::span<const CopyRuns> copies);
+  // The slot's memory, for bytes that arrive by themselves, and where it begins in the segment's.
+  // `arrived` counts them, and notes the checksum of a chunk that came whole and was compared.
+  Bytes memory(const Ticket& ticket) const;
+  uint64_t memory_offset(uint32_t slot) const;
+  void arrived(const Ticket& ticket, uint64_t num_bytes);
+  void arrived(const Ticket& ticket, uint64_t chunk, uint32_t crc);
   // Computes the checksums of `count` chunks from `first` on, when all of their bytes are there.
   void checksum(const Ticket& ticket, uint64_t first, uint64_t count);
   // Closes the slot: computes the checksums that are missing. Raises StorageError unless exactly
@@ -107,9 +132,9 @@ class WeightStore {
   void abandon(uint32_t slot);
 
   // Makes the sealed version in `slot` the newest one. Idempotent. Raises StaleMessage for an older
-  // epoch, StorageError for a slot that holds something else or a version that is not the next one
-  // of its epoch (the first of an epoch may be any: a run resumes at its checkpoint).
-  void commit(uint64_t epoch, uint64_t version, uint32_t slot);
+  // epoch, StorageError for a slot that holds something else or a version that does not follow (the
+  // first of an epoch may be any: a run resumes at its checkpoint).
+  void commit(uint64_t epoch, uint64_t version, uint32_t slot, Follows follows = Follows::kNext);
   std::optional<Committed> newest() const;
 
   // A lease on the newest version, none if it is older than asked for.
@@ -124,8 +149,11 @@ class WeightStore {
   // Copies whole chunks out, `into` being what `chunk_range(first, count)` says, and compares their
   // checksums. Raises Revoked or ChecksumMismatch; `into` is then garbage.
   void copy_chunks(const Lease& lease, uint64_t first, uint64_t count, Bytes into) const;
+  // The checksum of each chunk of a sealed or committed slot. Raises StorageError for others.
+  std::vector<uint32_t> checksums(uint32_t slot) const;
   // The same comparison in place.
   void verify(const Lease& lease) const;
+  void verify_chunk(const Lease& lease, uint64_t chunk) const;
   // The leased bytes themselves. Whoever reads them asks `valid` afterwards.
   ConstBytes view(const Lease& lease) const;
 
@@ -135,7 +163,7 @@ class WeightStore {
   WeightStore(Bytes memory, uint64_t data_bytes, std::shared_ptr<const void> owner);
 
   void refuse_stale(uint64_t epoch) const;
-  void refuse_gap(uint64_t epoch, uint64_t version) const;
+  void refuse_gap(uint64_t epoch, uint64_t version, Follows follows) const;
   void require_ticket(const Ticket& ticket) const;
   [[noreturn]] void throw_revoked(const Lease& lease) const;
   void compare(const Lease& lease, uint64_t chunk, ConstBytes bytes) const;

@@ -102,8 +102,8 @@ class Bulk:
                     if not ended.done():  # else its caller was cancelled
                         ended.set_result(event)
                 case "notice":
-                    self._on_notice(event.peer, event.data)
+                    self._loop.call_soon(self._on_notice, event.peer, event.data)
                 case "connected":
-                    self._on_connected(event.peer, event.data.decode(errors="replace"))
+                    self._loop.call_soon(self._on_connected, event.peer, event.data.decode(errors="replace"))
                 case "lost":
-                    self._on_lost(event.peer, event.data.decode(errors="replace"))
+                    self._loop.call_soon(self._on_lost, event.peer, event.data.decode(errors="replace"))

@@ -65,7 +65,7 @@ class RolloutCoordinator(Actor):
         self._replicas: dict[str, _Replica] = {}
         self._newest = Version(-1)
         self._wake = asyncio.Event()
-        self._num_syncs = self._num_failures = self._num_bytes = 0
+        self._num_syncs = self._num_failures = self._num_full_loads = self._num_bytes = 0
         self._pause_s = self._transfer_s = 0.0
 
     async def started(self) -> None:
@@ -106,6 +106,7 @@ class RolloutCoordinator(Actor):
             versions={replica.name: replica.version for replica in self._replicas.values()},
             num_syncs=self._num_syncs,
             num_failures=self._num_failures,
+            num_full_loads=self._num_full_loads,
             pause_s=self._pause_s,
             transfer_s=self._transfer_s,
             num_bytes=self._num_bytes,
@@ -172,6 +173,7 @@ class RolloutCoordinator(Actor):
         else:
             replica.num_failed_syncs = 0
             self._num_syncs += 1
+            self._num_full_loads += bool(state.full_load)
             self._pause_s += state.pause_s
             self._transfer_s += state.transfer_s
             self._num_bytes += state.num_bytes

@@ -109,6 +109,7 @@ class SyncView(msgspec.Struct, frozen=True, tag=True):
     versions: dict[str, Version]
     num_syncs: int
     num_failures: int
+    num_full_loads: int  # syncs in which an engine could not take the new weights by direct copies
     pause_s: float  # summed time in which engines stood still for a sync
     transfer_s: float
     num_bytes: int

@@ -4,7 +4,8 @@
 
 `Health` answers from the first moment; requests that come before the engine is there end with `abort`. The engine
 runs on its own thread (`EngineThread`); everything here lives on the event loop. Pulls wait in a worker thread, so
-that tokens are made until the moment of the copy; an update that two callers ask for happens once.
+that tokens are made while weights are staged, until the moment of the copy on the device; an update that two callers
+ask for happens once.
 """
 
 import asyncio
@@ -142,6 +143,7 @@ class _ReplicaService(ReplicaServicer):  # type: ignore[misc]  # generated witho
         raise EngineError(await self._failed)
 
     async def stop(self) -> None:
+        self._source.cancel()  # nobody waits any more for what a worker thread may be pulling
         if self._update is not None and not self._update.done():
             self._update.cancel()
             await asyncio.gather(self._update, return_exceptions=True)
@@ -244,6 +246,7 @@ class _ReplicaService(ReplicaServicer):  # type: ignore[misc]  # generated witho
         state = self._state(engine.load)
         if result is not None:
             state.pause_s, state.transfer_s, state.num_bytes = result.pause_s, result.transfer_s, result.num_bytes
+            state.full_load = result.load.full_load
         return state
 
     async def _pull(

@@ -233,16 +233,19 @@ class StateReply(google.protobuf.message.Message):
     NUM_BYTES_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
+    FULL_LOAD_FIELD_NUMBER: builtins.int
     version: builtins.int
     paused: builtins.bool
     pause_s: builtins.float
     """Update: how long generation stood still"""
     transfer_s: builtins.float
-    """Update: of which copying"""
+    """Update: how long bytes moved, most of it while tokens were made"""
     num_bytes: builtins.int
     epoch: builtins.int
     failure: builtins.str
     """not empty: serves nothing (weights half loaded, or still loading), in words"""
+    full_load: builtins.str
+    """Update: not empty: why direct copies could not be used"""
     def __init__(
         self,
         *,
@@ -253,8 +256,9 @@ class StateReply(google.protobuf.message.Message):
         num_bytes: builtins.int = ...,
         epoch: builtins.int = ...,
         failure: builtins.str = ...,
+        full_load: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "failure", b"failure", "num_bytes", b"num_bytes", "pause_s", b"pause_s", "paused", b"paused", "transfer_s", b"transfer_s", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "failure", b"failure", "full_load", b"full_load", "num_bytes", b"num_bytes", "pause_s", b"pause_s", "paused", b"paused", "transfer_s", b"transfer_s", "version", b"version"]) -> None: ...
 
 global___StateReply = StateReply
 

@@ -58,6 +58,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def local_weights(model: PackedLM, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """This rank's part of each weight, on the CPU, in `dtype`, one at a time."""
+    for name, weight in model.weights():
+        yield name, local(weight).to(device="cpu", dtype=dtype)
+
+
 def whole_weights(model: PackedLM, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Each weight whole, on the CPU, in `dtype`, one at a time. Collective: every rank runs it to the end."""
     for name, weight in model.weights():

@@ -32,6 +32,7 @@ from psrl.control.messages import (
 from psrl.transfer import KVBatchMeta
 from psrl.types import Epoch, Version
 from psrl.weights.manifest import Manifest
+from psrl.weights.publish import Group
 
 T = TypeVar("T")
 
@@ -69,7 +70,8 @@ class Weights(Protocol):
 
     manifest: Manifest
 
-    def write(self, epoch: Epoch, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> int: ...
+    def shard(self, named: Iterable[tuple[str, Tensor]], rank: int, num_ranks: int) -> None: ...
+    def push(self, group: Group, epoch: Epoch, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> int: ...
 
 
 class MetricSink(Protocol):
@@ -83,7 +85,6 @@ class Head:
     """What only rank 0 has: it speaks for all ranks."""
 
     control: Control
-    weights: Weights
     metrics: MetricSink
 
 
@@ -93,6 +94,7 @@ class TrainerLinks:
 
     calls: Calls
     queue: Samples
+    weights: Weights
     head: Head | None
     epoch: Epoch
     total_steps: int  # min(steps of the data, trainer.total_training_steps)

@@ -36,7 +36,7 @@ from psrl.metrics.flops import mfu, training_tflops
 from psrl.train import checkpoint, model, stats
 from psrl.train.advantages import make_estimator
 from psrl.train.checkpoint_dir import Checkpoint
-from psrl.train.fsdp import compute_dtype, whole_weights
+from psrl.train.fsdp import compute_dtype, local_weights
 from psrl.train.learner import Learner, RowValues
 from psrl.train.links import Head, TrainerLinks
 from psrl.train.optim import learning_rate
@@ -91,6 +91,7 @@ class Trainer:
             dtype=compute_dtype(config.train_actor_rollout_ref.actor.fsdp_config, ranks.device),
         )
         self._check_coverage()
+        links.weights.shard(self.learner.model.weights(), ranks.rank, ranks.world_size)
         self.seconds: dict[str, float] = {}
 
     # -- talking to the rest ----------------------------------------------------------------------------------------
@@ -199,20 +200,14 @@ class Trainer:
         return applied > 0, {**means, "actor/lr": rate, "actor/updates": applied, "actor/skipped_updates": num_skipped}
 
     def publish(self, version: int, *, skipped: bool = False) -> None:
-        """Write the weights to a free slot; PSManager's acceptance makes them version `version`."""
+        """Every rank writes its shards to a free slot; PSManager's acceptance makes them version `version`."""
         with self.timed("publish"):
-            head = self.links.head
-            if head is None:
-                for _ in whole_weights(self.learner.model, torch.float32):
-                    pass
-                return
-            dtype = getattr(torch, head.weights.manifest.tensors[0].dtype)
-            slot = head.weights.write(self.links.epoch, Version(version), whole_weights(self.learner.model, dtype))
-            manifest_hash = head.weights.manifest.hash
-            self._ask(
-                head.control.publish(Publish(self.links.epoch, Version(version), slot, manifest_hash, skipped=skipped)),
-                2 * _CALL_S,
-            )
+            epoch, weights, head = self.links.epoch, self.links.weights, self.links.head
+            dtype = getattr(torch, weights.manifest.tensors[0].dtype)
+            slot = weights.push(self.ranks, epoch, Version(version), local_weights(self.learner.model, dtype))
+            if head:
+                accepted = Publish(epoch, Version(version), slot, weights.manifest.hash, skipped=skipped)
+                self._ask(head.control.publish(accepted), 2 * _CALL_S)
 
     def validate(self, version: int) -> dict[str, float]:
         """Metrics of the whole validation set under exactly the published `version`."""
@@ -322,10 +317,8 @@ class Trainer:
 
     def _check_coverage(self) -> None:
         """The weights that are published must be exactly those that the engines expect. Raises ConfigError."""
-        if self.links.head is None:
-            return
         ours = {name: tuple(weight.shape) for name, weight in self.learner.model.weights()}
-        theirs = {spec.name: spec.shape for spec in self.links.head.weights.manifest.tensors}
+        theirs = {spec.name: spec.shape for spec in self.links.weights.manifest.tensors}
         differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         if differing:
             shown = "; ".join(

@@ -57,7 +57,7 @@ from psrl.transfer.messages import (
 )
 from psrl.transfer.samplers import Named, Sampler
 from psrl.transfer.storage import StorageActor
-from psrl.transfer.tasks import Draw, Tasks
+from psrl.transfer.tasks import Changed, Draw, Tasks
 from psrl.transfer.waiting import Waiting
 
 logger = logging.getLogger(__name__)
@@ -205,10 +205,8 @@ class QueueController(Actor):
 
     @handler(idempotent=True)
     async def reset_consumption(self, message: ResetConsumption) -> NumRows:
-        number, notes, changed = self._tasks.reset(message.partition, message.task, message.keys)
-        for draw in changed:  # the rest is noted before the whole is forgotten
-            await self._note(draw)
-        self._free_soon(notes)
+        number, changed = self._tasks.reset(message.partition, message.task, message.keys)
+        await self._note_anew(changed)
         self._waiting.changed(message.partition, ())
         return NumRows(number)
 
@@ -241,9 +239,11 @@ class QueueController(Actor):
 
     def _put(self, partition: str, key: str, record: RecordRef, names: tuple[str, ...], tag: bytes) -> None:
         unused = self._index.put(partition, key, record, names, tag)
-        self._tasks.row_put(partition, key)
+        changed = self._tasks.row_put(partition, key)
         if unused:
             self._free_soon(unused)
+        if changed.notes:
+            self.spawn(self._note_anew(changed), "note anew")
 
     def _locate(self, rows: LocateRows) -> Located | NotThere:
         try:
@@ -282,6 +282,11 @@ class QueueController(Actor):
             logger.warning("queue: no room to note %s: its rows would be offered again after a restart", draw.key)
         elif not self._tasks.noted(draw.key, note):
             self._free_soon([note])
+
+    async def _note_anew(self, changed: Changed) -> None:
+        for draw in changed.draws:
+            await self._note(draw)
+        self._free_soon(changed.notes)
 
     def _read_note(self, record: StoredRecord) -> None:
         draw = msgspec.msgpack.decode(record.tag, type=Draw)

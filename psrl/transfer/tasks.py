@@ -42,6 +42,14 @@ class _Known(msgspec.Struct):
     draw: Draw
     note: RecordRef | None  # where it is written down
     num_left: int  # rows that are not cleared
+    gone: dict[str, None] = {}  # those that are
+
+
+class Changed(msgspec.Struct):
+    """What a change means for notes: these are of no use any more, and these draws are to be noted anew, before."""
+
+    notes: list[RecordRef] = []
+    draws: list[Draw] = []
 
 
 class Tasks:
@@ -53,17 +61,23 @@ class Tasks:
         self._ready: dict[str, dict[tuple[str, frozenset[str]], dict[str, None]]] = {}  # by partition
         self._draws: dict[DrawKey, _Known] = {}
         self._of_row: dict[tuple[str, str], dict[DrawKey, None]] = {}
+        self._gone: dict[tuple[str, str], dict[DrawKey, None]] = {}  # cleared row -> draws that have others left
         self._over: dict[DrawKey, None] = {}  # shared draws whose rows are all cleared
 
-    def row_put(self, partition: str, key: str) -> None:
+    def row_put(self, partition: str, key: str) -> Changed:
         """The row has come, or has more fields than before."""
+        changed = Changed()
+        if self._gone:
+            # A row that was drawn and cleared comes anew: the draw was of another row.
+            for drawn in list(self._gone.get((partition, key), ())):
+                self._shrink(drawn, changed)
         ready = self._ready.get(partition)
-        if not ready:
-            return
-        fields = self._index.rows(partition)[key].fields
-        for (task, needed), keys in ready.items():
-            if needed <= fields and key not in self._consumed.get(partition, {}).get(task, ()):
-                keys[key] = None
+        if ready:
+            fields = self._index.rows(partition)[key].fields
+            for (task, needed), keys in ready.items():
+                if needed <= fields and key not in self._consumed.get(partition, {}).get(task, ()):
+                    keys[key] = None
+        return changed
 
     def rows_cleared(self, partition: str, keys: Iterable[str]) -> list[RecordRef]:
         """The rows are gone. Returns the notes that nobody needs any more."""
@@ -75,8 +89,10 @@ class Tasks:
             for drawn in self._of_row.pop((partition, key), ()):
                 known = self._draws[drawn]
                 known.num_left -= 1
+                known.gone[key] = None
+                self._gone.setdefault((partition, key), {})[drawn] = None
                 if known.num_left == 0:
-                    del self._draws[drawn]
+                    self._drop(drawn)
                     self._end(known.draw)
                     if known.note is not None:
                         notes.append(known.note)
@@ -134,7 +150,7 @@ class Tasks:
         for name in present:
             self._of_row.setdefault((draw.partition, name), {})[draw.key] = None
         if present:
-            self._draws[draw.key] = _Known(draw, note, len(present))
+            self._draws[draw.key] = _Known(draw, note, len(present), {})
         return bool(present)
 
     def is_noted(self, key: DrawKey) -> bool:
@@ -150,14 +166,9 @@ class Tasks:
         known.note = note
         return True
 
-    def reset(
-        self, partition: str, task: str | None, keys: Sequence[str] | None
-    ) -> tuple[int, list[RecordRef], list[Draw]]:
-        """Offer consumed rows again: of one task or all, those keys or all.
-
-        Returns how many, the notes that do not hold any more, and the draws whose rest is to be noted anew.
-        """
-        number, notes, changed = 0, list[RecordRef](), list[Draw]()
+    def reset(self, partition: str, task: str | None, keys: Sequence[str] | None) -> tuple[int, Changed]:
+        """Offer consumed rows again: of one task or all, those keys or all. Returns how many."""
+        number, changed = 0, Changed()
         for name, consumed in self._consumed.get(partition, {}).items():
             if task is not None and name != task:
                 continue
@@ -165,23 +176,23 @@ class Tasks:
             for key in again:
                 del consumed[key]
             number += len(again)
-            for draw in self._forget(partition, name, again, notes):
-                if left := [key for key in draw.consumed if key in consumed]:
-                    rest = msgspec.structs.replace(draw, sampled=left, consumed=left)
-                    self.restore(rest, None)
-                    changed.append(rest)
+            draws = {
+                drawn: None for key in again for drawn in self._of_row.get((partition, key), ()) if drawn[1] == name
+            }
+            for drawn in draws:
+                self._shrink(drawn, changed)
             for key in again:
                 self.row_put(partition, key)
         if keys is None:
             self._over = {
                 over: None for over in self._over if over[0] != partition or (task is not None and over[1] != task)
             }
-        return number, notes, changed
+        return number, changed
 
     def undo(self, key: DrawKey) -> list[RecordRef]:
-        """The asker never took it: as if it had not been drawn."""
+        """The asker never took it: as if it had not been drawn. Returns the notes of no use any more."""
         known = self._draws.get(key)
-        return [] if known is None else self.reset(key[0], key[1], known.draw.consumed)[1]
+        return [] if known is None else self.reset(key[0], key[1], known.draw.consumed)[1].notes
 
     def consumed(self, partition: str, task: str) -> dict[str, bool]:
         """Of every row, whether the task has consumed it."""
@@ -209,18 +220,25 @@ class Tasks:
             views[task, fields] = view
         return view
 
-    def _forget(self, partition: str, task: str, keys: Sequence[str], notes: list[RecordRef]) -> list[Draw]:
-        """The task's draws that have any of these rows; their notes are added."""
-        found = {drawn: None for key in keys for drawn in self._of_row.get((partition, key), ()) if drawn[1] == task}
-        draws = []
-        for drawn in found:
-            known = self._draws.pop(drawn)
-            draws.append(known.draw)
-            if known.note is not None:
-                notes.append(known.note)
-            for name in (*known.draw.sampled, *known.draw.consumed):
-                of_row = self._of_row.get((partition, name), {})
-                of_row.pop(drawn, None)
-                if not of_row:
-                    self._of_row.pop((partition, name), None)
-        return draws
+    def _shrink(self, drawn: DrawKey, changed: Changed) -> None:
+        """Make the draw one of the rows that it still has and that still count as consumed."""
+        known = self._drop(drawn)
+        if known.note is not None:
+            changed.notes.append(known.note)
+        draw = known.draw
+        consumed = self._consumed.get(draw.partition, {}).get(draw.task, {})
+        left = [key for key in draw.consumed if key in consumed and key not in known.gone]
+        if left:
+            rest = msgspec.structs.replace(draw, sampled=left, consumed=left)
+            self.restore(rest, None)
+            changed.draws.append(rest)
+
+    def _drop(self, drawn: DrawKey) -> _Known:
+        known = self._draws.pop(drawn)
+        for key in (*known.draw.sampled, *known.draw.consumed):
+            for of_row in (self._of_row, self._gone):
+                draws = of_row.get((drawn[0], key), {})
+                draws.pop(drawn, None)
+                if not draws:
+                    of_row.pop((drawn[0], key), None)
+        return known

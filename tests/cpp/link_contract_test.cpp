@@ -380,7 +380,7 @@ TEST_P(LinkContract, DeadlinesHoldAgainstAPeerThatStandsStill) {
   Node a = node("a", kBytes);
   const PeerId peer = a.connect(child.address);
   EXPECT_EQ(a.done(a.put(peer, child.put_window, {{0, 0, 10}})).status, Status::kOk);
-  child.signal(SIGSTOP);
+  child.stop();
   const Deadline begun = Clock::now();
   std::vector<OpId> ops = {a.put(peer, child.put_window, {{0, 0, kBytes}}, "late", 300ms),
                            a.put(peer, child.put_window, {{0, 0, 10}}, "late", 300ms),
@@ -417,7 +417,7 @@ TEST_P(LinkContract, LocalMemoryIsLeftAloneAfterTheEnd) {
   std::memset(source, 1, kBytes);
   RegionPtr region = a->add_region(Bytes(static_cast<std::byte*>(source), kBytes), nullptr);
   for (const auto time : {20ms, 100ms, 300ms}) {
-    child.signal(SIGSTOP);
+    child.stop();
     const Piece all{0, 0, kBytes};
     const OpId put = a->put(peer, child.put_window, region, {&all, 1}, "late", in(time));
     const OpId pull = a.pull(peer, child.pull_window, {all}, time);
@@ -541,7 +541,7 @@ TEST_P(LinkContract, SlowReader) {
   for (int i = 0; i < 2000; ++i) {
     ops.push_back(a.put(peer, child.put_window, {{0, 0, 64}}, "small"));
     if (i % 400 == 0) {
-      child.signal(SIGSTOP);
+      child.stop();
       std::this_thread::sleep_for(30ms);
       child.signal(SIGCONT);
       std::this_thread::sleep_for(5ms);
@@ -788,6 +788,26 @@ TEST_P(LinkContract, CloseServesPeersUntilTheyAreDone) {
   EXPECT_TRUE(b.holds(91, 0, kBytes / 2));
 }
 
+// Goodbye means that nothing new begins: a peer that has always more to send does not hold it up.
+TEST_P(LinkContract, CloseEndsThoughAPeerHasMore) {
+  Node a = node("a"), b = node("b");
+  const PeerId peer = a.connect(b->address());
+  const Advert window = b.window();
+  bool closed = false;
+  std::thread thread([&] { closed = b->close(in(kPatience)); });
+  Event event;
+  const Deadline deadline = in(kPatience);
+  OpId next = a.put(peer, window, {{0, 0, a.size()}});
+  do {  // never without one under way
+    const OpId op = std::exchange(next, a.put(peer, window, {{0, 0, a.size()}}));
+    event = a.done(op);
+  } while (event.status == Status::kOk && Clock::now() < deadline);
+  thread.join();
+  EXPECT_TRUE(closed);
+  EXPECT_EQ(event.status, Status::kPeerLost) << event.text;
+  EXPECT_EQ(a.done(next).status, Status::kPeerLost);
+}
+
 TEST_P(LinkContract, BothCloseAtOnce) {
   for (int round = 0; round < 5; ++round) {
     Node a = node("a"), b = node("b");
@@ -806,7 +826,7 @@ TEST_P(LinkContract, CloseDoesNotWaitForEver) {
   PeerProcess child = process(kBytes);
   Node a = node("a", kBytes);
   const PeerId peer = a.connect(child.address);
-  child.signal(SIGSTOP);
+  child.stop();
   const OpId op = a.put(peer, child.put_window, {{0, 0, kBytes}});
   const Deadline begun = Clock::now();
   EXPECT_FALSE(a->close(in(300ms)));

@@ -226,6 +226,10 @@ class PeerProcess {
     return read();
   }
   void signal(int number) { ::kill(pid_, number); }
+  void stop() {  // has stopped when it returns
+    signal(SIGSTOP);
+    ::waitpid(pid_, nullptr, WUNTRACED);
+  }
   void kill() {
     signal(SIGKILL);
     wait();

@@ -317,5 +317,72 @@ TEST_F(Weights, ReadersNeverSeeAMixtureWhileVersionsArePushed) {
   EXPECT_GT(reads, 0U);
 }
 
+TEST_F(Weights, RunsAreCopiedWhereTheyBelong) {
+  std::vector<std::byte> from(60);
+  for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::byte>(i);
+  const Ticket ticket = store_->begin(0, 0, kHash);
+  const std::vector<CopyRuns> copies = {
+      {.offset = 1, .into = 10, .length = 3, .num = 4, .stride = 5, .into_stride = 100},
+      {.offset = 59, .into = data_bytes_ - 1, .length = 1},
+      {.offset = 0, .into = 0, .length = 0, .num = 0}};
+  store_->put(ticket, from, copies);
+  EXPECT_EQ(store_->slots()[ticket.slot].written, 13);
+  const Bytes memory = store_->memory(ticket);
+  EXPECT_EQ(memory.data(), span_.data() + store_->memory_offset(ticket.slot));
+  for (size_t i = 0; i < 4; ++i) {
+    for (size_t j = 0; j < 3; ++j) EXPECT_EQ(memory[10 + i * 100 + j], from[1 + i * 5 + j]);
+  }
+  EXPECT_EQ(memory.back(), from[59]);
+}
+
+TEST_F(Weights, RunsThatReachOutsideAreRefused) {
+  std::vector<std::byte> from(60);
+  const Ticket ticket = store_->begin(0, 0, kHash);
+  constexpr uint64_t kHuge = ~uint64_t{0} / 2;
+  for (const CopyRuns& bad : std::vector<CopyRuns>{
+           {.offset = 58, .into = 0, .length = 3},
+           {.offset = 0, .into = data_bytes_ - 2, .length = 3},
+           {.offset = 0, .into = 0, .length = 3, .num = 2, .stride = 58, .into_stride = 3},
+           {.offset = 0, .into = 0, .length = 3, .num = 3, .stride = kHuge, .into_stride = 3},
+           {.offset = 0, .into = 0, .length = 1, .num = kHuge},
+           {.offset = kHuge * 2, .into = 0, .length = 3},
+           {.offset = 0, .into = 0, .length = kHuge * 2}}) {
+    EXPECT_THROW(store_->put(ticket, from, {&bad, 1}), StorageError);
+  }
+  EXPECT_EQ(store_->slots()[ticket.slot].written, 0);
+}
+
+TEST_F(Weights, ANodeThatWasAwaySkipsVersions) {
+  publish(0, 3);
+  EXPECT_THROW(store_->begin(0, 7, kHash), StorageError);
+  EXPECT_THROW(store_->begin(0, 3, kHash, Follows::kAny), StorageError);
+  const Ticket ticket = store_->begin(0, 7, kHash, Follows::kAny);
+  std::ranges::copy(filled(7), store_->memory(ticket).begin());  // as a link does
+  store_->arrived(ticket, data_bytes_);
+  store_->seal(ticket, data_bytes_);
+  EXPECT_THROW(store_->commit(0, 7, ticket.slot), StorageError);
+  store_->commit(0, 7, ticket.slot, Follows::kAny);
+  EXPECT_EQ(store_->newest()->version, 7);
+  EXPECT_EQ(read(*store_->acquire("r", 7)), filled(7));
+}
+
+TEST_F(Weights, ChecksumsOfWhatArrivedAreNotComputedAgain) {
+  const Ticket first = write(0, 0);
+  const std::vector<uint32_t> sums = store_->checksums(first.slot);
+  store_->commit(0, 0, first.slot);
+  const Ticket ticket = store_->begin(0, 1, kHash);
+  EXPECT_THROW(store_->checksums(ticket.slot), StorageError);
+  std::ranges::copy(filled(0), store_->memory(ticket).begin());
+  store_->arrived(ticket, data_bytes_);
+  store_->arrived(ticket, 0, sums[0]);
+  store_->arrived(ticket, 1, sums[1] + 1);  // the caller's word is taken, and readers find out
+  store_->seal(ticket, data_bytes_);
+  EXPECT_EQ(store_->checksums(ticket.slot)[2], sums[2]);
+  store_->commit(0, 1, ticket.slot);
+  EXPECT_THROW(store_->verify(*store_->acquire("r", 1)), ChecksumMismatch);
+  store_->abandon(store_->begin(0, 2, kHash).slot);
+  EXPECT_THROW(store_->arrived(ticket, 1), StorageError);
+}
+
 }  // namespace
 }  // namespace psrl::weights

@@ -69,6 +69,7 @@ class Node(Actor):
             "rollout/busy_s": rollout.busy_s,
             "sync/num_syncs": float(sync.num_syncs),
             "sync/num_failures": float(sync.num_failures),
+            "sync/num_full_loads": float(sync.num_full_loads),
             "sync/pause_s": sync.pause_s,
             "sync/transfer_s": sync.transfer_s,
             "sync/num_bytes": float(sync.num_bytes),

@@ -18,6 +18,7 @@ from psrl.rollout.replica import ReplicaSettings, serve_replica
 from psrl.transfer.segments import SegmentSource
 from psrl.types import Epoch, Version
 from psrl.weights.manifest import Manifest
+from psrl.weights.stage import Device, HostRegistration
 from psrl.weights.store import WeightStore
 from psrl.weights.subscribe import Pulled, WeightSubscriber
 
@@ -26,12 +27,17 @@ class StoreSource:
     """The node's weight slots as an engine's source, for the epoch of this run or a later one."""
 
     def __init__(self, spec: RunSpec, name: str) -> None:
-        store = WeightStore.open(SegmentSource(spec.segments_socket).fetch(WEIGHTS_SEGMENT))
-        self._subscriber = WeightSubscriber(store, Manifest.decode(spec.manifest), client=name)
+        segment = SegmentSource(spec.segments_socket).fetch(WEIGHTS_SEGMENT)
+        device = Device(spec.device)
+        self._registration = HostRegistration(device, segment, pause_s=0)  # nothing is served yet: nothing to stall
+        self._subscriber = WeightSubscriber(WeightStore.open(segment), Manifest.decode(spec.manifest), name, device)
         self._epoch = spec.epoch
 
     def pull(self, min_version: Version, timeout_s: float, *, min_epoch: Epoch) -> AbstractContextManager[Pulled]:
         return self._subscriber.pull(min_version, timeout_s, min_epoch=Epoch(max(min_epoch, self._epoch)))
+
+    def cancel(self) -> None:
+        self._subscriber.cancel()
 
 
 async def run(spec: RunSpec, name: str) -> None:

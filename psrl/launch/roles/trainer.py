@@ -62,9 +62,11 @@ def run(spec: RunSpec, name: str) -> None:
 
 async def _links(spec: RunSpec, name: str, blocking: BlockingRuntime) -> TrainerLinks:
     queue = await head.connect_queue(blocking.runtime, spec, name)
+    store = WeightStore.open(SegmentSource(spec.segments_socket).fetch(WEIGHTS_SEGMENT))
     return TrainerLinks(
         calls=blocking,
         queue=BlockingTransferQueue(queue, blocking),
+        weights=WeightPublisher(store, Manifest.decode(spec.manifest)),
         head=None,
         epoch=spec.epoch,
         total_steps=spec.total_steps,
@@ -76,16 +78,15 @@ async def _links(spec: RunSpec, name: str, blocking: BlockingRuntime) -> Trainer
 async def _with_head(
     spec: RunSpec, links: TrainerLinks, blocking: BlockingRuntime, metrics: MetricLogger
 ) -> TrainerLinks:
-    """Rank 0 speaks for all ranks: control, weights, metrics."""
+    """Rank 0 speaks for all ranks: control, metrics."""
     runtime, address = blocking.runtime, UnixAddress(spec.head_socket)
-    store = WeightStore.open(SegmentSource(spec.segments_socket).fetch(WEIGHTS_SEGMENT))
     node = await runtime.connect(Node, head.NODE, address, timeout_s=head.START_TIMEOUT_S)
     return TrainerLinks(
         calls=links.calls,
         queue=links.queue,
+        weights=links.weights,
         head=Head(
             control=await runtime.connect(PSManager, head.MANAGER, address, timeout_s=head.START_TIMEOUT_S),
-            weights=WeightPublisher(store, Manifest.decode(spec.manifest)),
             metrics=RunMetrics(metrics, blocking, node),
         ),
         epoch=links.epoch,

@@ -66,7 +66,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     num_waiting: int = 0
     num_generated_tokens: int = 0
     busy_s: float = 0.0
-    failure: str = ""  # not empty: nothing is served until a full load succeeds
+    failure: str = ""  # not empty: nothing is served until an update succeeds
+    full_load: str = ""  # not empty: why the last update took the engine's full load instead of direct copies
 
 
 class PulledWeights(Protocol):
@@ -77,7 +78,15 @@ class PulledWeights(Protocol):
     @property
     def version(self) -> Version: ...
     @property
-    def tensors(self) -> "Mapping[str, torch.Tensor]": ...
+    def tensors(self) -> "Mapping[str, torch.Tensor]":
+        """A source that keeps its tensors in one place gives the same mapping each time: an engine may then repeat
+        the copies that it made last time."""
+        ...
+
+    @property
+    def transfer_s(self) -> float:
+        """How long the bytes were on their way here."""
+        ...
 
 
 class WeightSource(Protocol):
@@ -91,6 +100,10 @@ class WeightSource(Protocol):
         Blocks up to timeout_s, then raises. An exception on leaving the context (a revoked lease) says that what was
         read meanwhile must not be used. One pull at a time.
         """
+        ...
+
+    def cancel(self) -> None:
+        """Make a pull that another thread waits for raise soon. Without one, nothing happens."""
         ...
 
 

@@ -1,13 +1,20 @@
 """Copies weights into a live model, in place, after a complete check of their names and shapes.
 
 Names are Hugging Face's. Tied tensors are one: any of their names will do; if several are given they must be equal.
+
+The first copy out of a mapping of tensors is recorded (`psrl.weights.device_copies`); later ones out of the same
+mapping are replayed.
 """
 
+import logging
 from collections.abc import Mapping
 
 import torch
 
 from psrl.errors import EngineError
+from psrl.weights.device_copies import DirectCopies, record
+
+logger = logging.getLogger(__name__)
 
 _SHOWN = 8  # names in a message
 
@@ -21,10 +28,16 @@ class ModelWeights:
         for name, parameter in self._by_name.items():
             tied.setdefault(id(parameter), []).append(name)
         self._tied = list(tied.values())
+        self._source: Mapping[str, torch.Tensor] | None = None  # what was copied last
+        self._copies: DirectCopies | None = None  # how, if that can be replayed
+        self.full_load = ""
+        """Why the last copy could not be by direct copies. Empty if it was, or was the one that is recorded."""
 
     @torch.inference_mode()
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """EngineError that names every leftover on either side; nothing has been copied then."""
+        if self._copies is not None and tensors is self._source and len(tensors) == len(self._tied):
+            return  # names and shapes were checked, and no tied one has two values
         problems = []
         missing = [" = ".join(names) for names in self._tied if not any(name in tensors for name in names)]
         if missing:
@@ -52,13 +65,24 @@ class ModelWeights:
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Copy, casting to the model's dtype; bytes read. Call `check` first. On GPU returns when the copies have
         happened."""
-        num_bytes = 0
-        for name, tensor in tensors.items():
-            self._by_name[name].data.copy_(tensor)
-            num_bytes += tensor.nbytes
+        if self._copies is not None and tensors is self._source:
+            self._copies.apply()
+            return self._copies.num_bytes
+        self._source, self._copies = None, None
+        named = ((name, tensors[name]) for name in tensors)
+        outcome = record(lambda: self._copy_by_name(tensors), named, self._by_name.items())
+        if isinstance(outcome, DirectCopies):
+            self._source, self._copies, self.full_load = tensors, outcome, ""
+        elif outcome != self.full_load:
+            self.full_load = outcome
+            logger.warning("weights are loaded by name, not by direct copies: %s", outcome)
         if any(parameter.is_cuda for parameter in self._by_name.values()):
             torch.cuda.synchronize()
-        return num_bytes
+        return sum(tensors[name].nbytes for name in tensors)
+
+    def _copy_by_name(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._by_name[name].data.copy_(tensor)
 
 
 def _some(names: list[str]) -> str:

@@ -36,7 +36,7 @@ class UpdateResult(msgspec.Struct, frozen=True):
     load: EngineLoad
     num_bytes: int
     pause_s: float  # how long no token could be made
-    transfer_s: float  # of which checking and copying
+    transfer_s: float  # how long bytes moved: on their way here, while tokens were made, and in the pause
 
 
 class EngineThread:
@@ -195,4 +195,4 @@ class EngineThread:
             logger.error("what was copied is void:\n%s", traceback.format_exc())
             raise
         elapsed = time.perf_counter() - started
-        return UpdateResult(self._engine.load(), num_bytes, elapsed, elapsed)
+        return UpdateResult(self._engine.load(), num_bytes, elapsed, pulled.transfer_s + elapsed)

@@ -138,6 +138,7 @@ class TorchEngine:
             num_generated_tokens=self._num_generated,
             busy_s=self._busy_s,
             failure=self._failure,
+            full_load=self._weights.full_load,
         )
 
     def drain(self, *, finished_only: bool = False) -> list[EngineDelta]:

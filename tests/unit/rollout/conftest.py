@@ -61,6 +61,7 @@ class Pulled(msgspec.Struct, frozen=True):
     version: Version
     tensors: dict[str, Any]
     epoch: Epoch = Epoch(0)
+    transfer_s: float = 0.0
 
 
 def make_request(name: str, prompt: list[int], **sampling: Any) -> EngineRequest:

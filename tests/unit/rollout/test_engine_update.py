@@ -132,6 +132,47 @@ def test_weights_that_do_not_fit_are_told_by_name_and_the_old_ones_serve_on(
         assert (answer.tokens, set(answer.versions)) == (before, {0})
 
 
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+def test_new_bytes_in_the_same_tensors_are_taken_by_the_same_copies(
+    architecture: str, build_model: Any, pulled: Any
+) -> None:
+    model = build_model(architecture)
+    engine = engine_of(model)
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    staged = {name: part.to(torch.bfloat16) for name, part in weights_of(build_model(architecture, seed=1)).items()}
+    for version in range(1, 4):
+        for name, part in weights_of(build_model(architecture, seed=version)).items():
+            staged[name].copy_(part)
+        assert engine.update(pulled(version, staged), Running.RECOMPUTE) == sum(t.nbytes for t in staged.values())
+        assert engine.load().full_load == ""
+        assert all(torch.equal(part, staged[name].float()) for name, part in model.named_parameters())
+    assert places == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
+def test_ties_are_looked_at_in_every_update(build_model: Any, pulled: Any) -> None:
+    engine = engine_of(build_model("qwen2"))
+    new = weights_of(build_model("qwen2", seed=7))
+    new["lm_head.weight"] = new["model.embed_tokens.weight"].clone()
+    engine.update(pulled(1, new), Running.RECOMPUTE)
+    new["lm_head.weight"] += 1
+    with pytest.raises(EngineError, match="tied but different"):
+        engine.update(pulled(2, new), Running.RECOMPUTE)
+
+
+def test_a_model_that_cannot_take_direct_copies_is_loaded_in_full_and_says_so(
+    build_model: Any, pulled: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build_model("llama")
+    model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
+    engine = engine_of(model)
+    for version in (1, 2):
+        new = weights_of(build_model("llama", seed=version))
+        engine.update(pulled(version, new), Running.RECOMPUTE)
+        assert torch.equal(model.lm_head.weight, new["lm_head.weight"])
+        assert "lm_head.weight is not contiguous" in engine.load().full_load
+    assert caplog.text.count("not by direct copies") == 1
+
+
 class Breaking(Mapping[str, torch.Tensor]):
     """Passes the check, then fails in the middle of the copy."""
 

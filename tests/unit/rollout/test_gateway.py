@@ -99,6 +99,7 @@ class Pulled:
     def __init__(self, version: Version) -> None:
         self.version, self.epoch = version, Epoch(0)
         self.tensors: Mapping[str, object] = {}
+        self.transfer_s = 0.0
 
 
 class Newest:
@@ -106,6 +107,9 @@ class Newest:
 
     def pull(self, min_version: Version, timeout_s: float, **_: object) -> AbstractContextManager[Pulled]:
         return nullcontext(Pulled(min_version))
+
+    def cancel(self) -> None:
+        pass
 
 
 class System:

@@ -35,6 +35,7 @@ class Source:
         self._newest = 0
         self._epoch = 0
         self._changed = threading.Condition()
+        self._cancelled = False
         self.fault: Exception | None = None
         self.fault_on_leaving: Exception | None = None
         self.num_pulls = 0
@@ -51,13 +52,21 @@ class Source:
         if fault is not None:
             raise fault
         with self._changed:
-            if not self._changed.wait_for(lambda: self._newest >= min_version and self._epoch >= min_epoch, timeout_s):
+            there = self._changed.wait_for(
+                lambda: self._cancelled or (self._newest >= min_version and self._epoch >= min_epoch), timeout_s
+            )
+            if self._cancelled or not there:
                 raise TimeoutError(f"no version {min_version}")
             pulled = self._pulled(self._newest, self._weights(self._newest), self._epoch)
         yield pulled
         fault, self.fault_on_leaving = self.fault_on_leaving, None
         if fault is not None:
             raise fault
+
+    def cancel(self) -> None:
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
 
 
 class Served:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from psrl.rollout.replica import ReplicaSettings, serve_replica
 from psrl.rollout.replica_client import ReplicaClient
 from psrl.types import Version
 from psrl.weights.publish import WeightPublisher, describe
-from psrl.weights.subscribe import WeightSubscriber
+from psrl.weights.subscribe import Pulled, WeightSubscriber
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
@@ -59,7 +61,9 @@ async def test_versions_come_through_the_store(
         for version in range(1, 6):
             if version > 1:
                 publish(version)
-                await client.update(epoch=0, version=version, running="recompute", timeout_s=60)
+                state = await client.update(epoch=0, version=version, running="recompute", timeout_s=60)
+                assert (state.num_bytes, state.full_load) == (manifest.payload_bytes, "")
+                assert state.transfer_s > state.pause_s > 0  # staged before the pause
             tokens, log_probs, versions = await generate(str(version))
             assert versions == {version}
             expected = reference_log_probs(models[version], [*range(9), *tokens], 9)
@@ -68,3 +72,40 @@ async def test_versions_come_through_the_store(
     server.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await server
+
+
+class Watched(WeightSubscriber):
+    """Tells when a pull begins and how it ended."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def pull(self, *args: Any, **settings: Any) -> Iterator[Pulled]:
+        self.begun.set()
+        try:
+            with super().pull(*args, **settings) as pulled:
+                yield pulled
+        finally:
+            self.ended.set()
+
+
+async def test_stopping_does_not_wait_for_weights_that_do_not_come(build_model: Any, tmp_path: Path) -> None:
+    model = build_model("llama")
+    model.save_pretrained(tmp_path)
+    manifest = describe(model.named_parameters())
+    segment = Segment.create("weights", WeightStore.required_bytes(manifest.total_bytes))
+    source = Watched(WeightStore.format(segment, manifest.total_bytes), manifest, "r0")
+
+    async def ready(where: str, load: Any) -> None:
+        raise AssertionError("there are no weights to be ready with")
+
+    settings = ReplicaSettings("r0", str(tmp_path), max_model_len=64, min_version=Version(1), pull_timeout_s=3600.0)
+    server = asyncio.create_task(serve_replica(settings, source, ready))
+    assert await asyncio.to_thread(source.begun.wait, 60)
+    await asyncio.sleep(0.1)
+    server.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await server
+    assert await asyncio.to_thread(source.ended.wait, 30)

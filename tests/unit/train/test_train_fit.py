@@ -47,7 +47,7 @@ def test_steps_publish_validate_save_and_log_in_order(run, tiny_model, tmp_path)
         "global_step_3",
         "latest_checkpointed_iteration.txt",
     ]
-    assert not torch.equal(*(links.head.weights.versions[v]["model.embed_tokens.weight"] for v in (0, 1)))
+    assert not torch.equal(*(links.weights.versions[v]["model.embed_tokens.weight"] for v in (0, 1)))
     first = metrics.lines[1][1]
     assert all(math.isfinite(value) for value in first.values())
     names = (
@@ -77,7 +77,7 @@ def test_old_log_probs_of_the_rollout_are_taken_as_they_are(run, tiny_model) -> 
 def test_a_step_without_groups_publishes_the_same_weights(run, tiny_model) -> None:
     links = run(3, make_config(tiny_model), control=Control(empty=(1,)))
     assert links.head.control.published == [(0, False), (1, False), (2, True), (3, False)]
-    versions = links.head.weights.versions
+    versions = links.weights.versions
     assert all(torch.equal(versions[1][name], versions[2][name]) for name in versions[1])
     assert links.head.metrics.lines[1][1]["batch/groups_used"] == 0.0
 
@@ -129,7 +129,7 @@ def test_a_nan_reward_skips_its_update_alone(run, tiny_model) -> None:
     line = links.head.metrics.lines[0][1]
     assert line["actor/skipped_updates"] == 1
     assert line["actor/updates"] == 1
-    assert all(torch.isfinite(t).all() for t in links.head.weights.versions[2].values())
+    assert all(torch.isfinite(t).all() for t in links.weights.versions[2].values())
 
 
 def test_too_many_skipped_updates_end_the_run_by_name(run, tiny_model) -> None:
@@ -154,7 +154,7 @@ def test_a_run_cut_in_two_equals_one_in_a_piece(run, tiny_model, tmp_path) -> No
     assert rest.head.control.published == [(2, False), (3, False), (4, False), (5, False)]
     assert [step for step, _ in rest.head.metrics.lines] == [3, 4, 5]
     for version in (2, 3, 4, 5):
-        ours, theirs = rest.head.weights.versions[version], whole.head.weights.versions[version]
+        ours, theirs = rest.weights.versions[version], whole.weights.versions[version]
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs), version
     for (_, ours), (_, theirs) in zip(rest.head.metrics.lines, whole.head.metrics.lines[2:]):
         assert ours["actor/pg_loss"] == theirs["actor/pg_loss"]
@@ -164,8 +164,8 @@ def test_a_run_cut_in_two_equals_one_in_a_piece(run, tiny_model, tmp_path) -> No
 def test_weights_that_engines_do_not_expect_are_named(tiny_model, tmp_path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     links = make_links(tmp_path, model, 1)
-    specs = links.head.weights.manifest.tensors
-    links.head.weights.manifest = msgspec.structs.replace(links.head.weights.manifest, tensors=specs[1:])
+    specs = links.weights.manifest.tensors
+    links.weights.manifest = msgspec.structs.replace(links.weights.manifest, tensors=specs[1:])
     try:
         with pytest.raises(ConfigError, match=rf"1 weights differ .* {specs[0].name}"):
             fit(make_config(tiny_model), links, Ranks.alone())

@@ -149,7 +149,11 @@ class Weights:
         self.manifest = Manifest.of(named)
         self.versions: dict[int, dict[str, torch.Tensor]] = {}
 
-    def write(self, epoch, version, tensors):
+    def shard(self, named, rank, num_ranks):
+        assert (rank, num_ranks) == (0, 1)
+        assert {name for name, _ in named} == {spec.name for spec in self.manifest.tensors}
+
+    def push(self, group, epoch, version, tensors):
         self.versions[version] = {name: tensor.clone() for name, tensor in tensors}
         return version % 3
 
@@ -185,5 +189,5 @@ def make_config(model_dir: Path, *, bypass: bool = False, **trainer: Any) -> Con
 def make_links(
     run_dir: Path, model: torch.nn.Module, total_steps: int, *, control: Control | None = None, **more: Any
 ) -> TrainerLinks:
-    head = Head(control or Control(), Weights(model), Metrics())
-    return TrainerLinks(Calls(), Queue(), head, Epoch(0), total_steps, run_dir, **more)
+    head = Head(control or Control(), Metrics())
+    return TrainerLinks(Calls(), Queue(), Weights(model), head, Epoch(0), total_steps, run_dir, **more)

@@ -1,6 +1,6 @@
 """A peer process of the queue's tests. It does what it is told, says "ready", and waits to be killed.
 
-python queue_peer.py SEGMENTS_SOCKET HEAD_SOCKET NAME head|tear|orphan|write|hold|node|map [key ...]
+python queue_peer.py SEGMENTS_SOCKET HEAD_SOCKET NAME head|tear|orphan|write|hold|draw|node|map [key ...]
 """
 
 import asyncio
@@ -46,6 +46,9 @@ async def use_queue(segments: str, head: str, name: str, action: str, keys: list
             for i in range(10**9):
                 await queue.kv_put(f"{name}-{i}", "train", {"x": np.full(i % 2000, i)}, {"n": i})
                 await queue.kv_clear([f"{name}-{i - 20}"], "train")
+        elif action == "draw":  # waits for as many rows as the key says
+            say_ready()
+            held = await queue.get_meta(["x"], int(keys[0]), "train", task_name="t", timeout_s=60)
         else:
             held = await queue.kv_batch_get(keys, "train")
         say_ready()

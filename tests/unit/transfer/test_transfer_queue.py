@@ -9,7 +9,7 @@ import pytest
 from queue_house import EXTENT, house, plan, sockets
 
 from psrl.actor import BlockingRuntime, Runtime, UnixAddress
-from psrl.errors import ArenaFull, RemoteError, Revoked, StorageError, UnknownKey
+from psrl.errors import ArenaFull, NotReady, RemoteError, Revoked, StorageError, UnknownKey
 from psrl.transfer import BlockingTransferQueue, QueueController, StorageActor, TransferQueue
 from psrl.transfer.messages import RegisterClient, ReleaseClient
 from psrl.transfer.segments import QUEUE, NodeSegments, SegmentSource
@@ -296,6 +296,19 @@ def test_blocking_twin_does_the_same() -> None:
             assert [list(row) for row in queue.kv_batch_get(["a", "b"], "train")] == [["x", "y"], ["x"]]
             assert [list(row) for row in queue.kv_batch_get_by_meta(meta)] == [["x"], ["x"]]
             assert queue.kv_list("train") == {"train": {"a": {"i": 0}, "b": {"i": 1}}}
+            packed = queue.kv_batch_get(["a", "b"], "train", ["x"], layout="jagged")
+            assert packed["x"].lengths().tolist() == [2, 2]
+            assert queue.kv_batch_get_by_meta(meta, layout="jagged")["x"].values.tolist() == [0, 1, 0, 1]
+            drawn = queue.get_meta(["x"], 2, "train", task_name="t", timeout_s=1)
+            assert drawn.keys == ["a", "b"]
+            with pytest.raises(NotReady):
+                queue.get_meta(["x"], 1, "train", task_name="t", timeout_s=0.01)
+            assert queue.get_consumption_status("t", "train") == {"a": True, "b": True}
+            assert queue.check_consumption_status("t", "train")
+            assert queue.get_production_status(["y"], "train") == {"a": True, "b": False}
+            assert queue.check_production_status(["x"], "train")
+            assert queue.reset_consumption("train", "t") == 2
             assert queue.kv_clear(["a"], "train") == 1
             with pytest.raises(UnknownKey):
                 queue.kv_batch_get(["a"], "train")
+            assert queue.clear_partition("train") == 1
