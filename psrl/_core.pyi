@@ -272,8 +272,9 @@ class ArenaManager:
     def register_client(self, name: str) -> Client:
         """A place for the client; one of the same name is released first. StorageError when the table is full."""
 
-    def grant(self, client: Client, num_bytes: int, count: int, held: list[int]) -> list[Grant]:
-        """Up to `count` extents (one run if a record of num_bytes needs several). Empty: no room now.
+    def grant(self, client: Client, num_bytes: int, count: int, held: list[int], keep: int = 0) -> list[Grant]:
+        """Up to `count` extents (one run if a record of num_bytes needs several), so that `keep` stay free. Empty: no
+        room now.
 
         Extents that the client has without knowing (a lost answer) come first. ArenaFull if it can never fit.
         """

@@ -79,6 +79,8 @@ Deadline after(double seconds) {
 std::unique_ptr<LinkEndpoint> make(const std::string& transport, const std::string& name,
                                    const std::string& host, uint16_t port, const py::bytes& token) {
   const EndpointOptions options{name, host, port, token};
+  // Which libucp that is, is decided there.
+  if (transport == "ucx") py::module_::import("psrl.ucx").attr("load")();
   const py::gil_scoped_release release;
   if (transport == "tcp") return std::make_unique<LinkEndpoint>(make_tcp_endpoint(options));
   if (transport == "ucx") return std::make_unique<LinkEndpoint>(make_ucx_endpoint(options));

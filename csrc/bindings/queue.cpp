@@ -156,10 +156,11 @@ void bind_manager(py::module_& m) {
       .def(
           "grant",
           [](ArenaManager& manager, const ClientTuple& client, uint64_t num_bytes, uint32_t count,
-             const std::vector<uint32_t>& held) {
-            return to_tuples(manager.grant(to_client(client), num_bytes, count, held));
+             const std::vector<uint32_t>& held, uint32_t keep) {
+            return to_tuples(manager.grant(to_client(client), num_bytes, count, held, keep));
           },
-          py::arg("client"), py::arg("num_bytes"), py::arg("count"), py::arg("held"))
+          py::arg("client"), py::arg("num_bytes"), py::arg("count"), py::arg("held"),
+          py::arg("keep") = 0)
       .def(
           "free",
           [](ArenaManager& manager, const RefTuple& ref) { return manager.free(to_ref(ref)); },

@@ -82,7 +82,6 @@ class CudaDevice final : public Device {
 
   void wait() override {
     const Current current(driver_, context_);
-    driver_.check(driver_.cuEventRecord(done_, stream_), name() + ": cuEventRecord");
     driver_.check(driver_.cuEventSynchronize(done_), name() + ": waiting for a copy");
   }
 
@@ -91,6 +90,7 @@ class CudaDevice final : public Device {
     const Current current(driver_, context_);
     driver_.check(driver_.cuMemcpyHtoDAsync_v2(into, from.data(), from.size(), stream_),
                   name() + ": cuMemcpyHtoDAsync of " + std::to_string(from.size()) + " bytes");
+    driver_.check(driver_.cuEventRecord(done_, stream_), name() + ": cuEventRecord");
   }
 
   bool wants_registration() const override { return true; }

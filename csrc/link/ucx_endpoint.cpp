@@ -275,7 +275,8 @@ bool UcxEndpoint::close(Deadline deadline) {
 std::string UcxEndpoint::describe() const {
   const std::lock_guard lock(mutex_);
   return "ucx " + ucx_.version + " (" + ucx_.file + ")" +
-         (transports_.empty() ? "" : " over " + transports_);
+         (transports_.empty() ? "" : " over " + transports_) +
+         (by_message_ ? ", chunks in messages" : "");
 }
 
 // ---------------------------------------------------------------- memory
@@ -611,12 +612,15 @@ void UcxEndpoint::run() {
     if (left()) break;
     block(true);
   }
-  {
+  // What came meanwhile; from then on callers do it themselves.
+  while (true) {
+    run_tasks();
+    dispatch();
     const std::lock_guard lock(mutex_);
+    if (!tasks_.empty()) continue;
     running_ = false;
+    return;
   }
-  run_tasks();
-  dispatch();
 }
 
 // Whether close() has nothing left to wait for.

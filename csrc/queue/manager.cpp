@@ -112,13 +112,15 @@ Grant ArenaManager::give(ClientId client, uint32_t head, uint32_t run) {
 }
 
 // Runs from the end, single extents from the start: so runs find neighbours for longer.
-std::vector<Grant> ArenaManager::take(ClientId client, uint32_t run, uint32_t count) {
+std::vector<Grant> ArenaManager::take(ClientId client, uint32_t run, uint32_t count,
+                                      uint32_t keep) {
   std::vector<Grant> grants;
+  if (free_.size() < uint64_t{run} + keep) return grants;
   if (run > 1) {
     if (const auto head = free_.take_last(run)) grants.push_back(give(client, *head, run));
     return grants;
   }
-  for (uint32_t i = 0; i < std::max(1u, count); ++i) {
+  for (uint32_t i = 0; i < std::max(1u, count) && free_.size() > keep; ++i) {
     const auto head = free_.take_first(1);
     if (!head) break;
     grants.push_back(give(client, *head, 1));
@@ -127,11 +129,11 @@ std::vector<Grant> ArenaManager::take(ClientId client, uint32_t run, uint32_t co
 }
 
 std::vector<Grant> ArenaManager::grant(ClientId client, uint64_t bytes, uint32_t count,
-                                       std::span<const uint32_t> held) {
+                                       std::span<const uint32_t> held, uint32_t keep) {
   arena_->check_client(client);
   const uint64_t extent_bytes = arena_->extent_bytes();
   const uint64_t run = std::max<uint64_t>(1, (bytes + extent_bytes - 1) / extent_bytes);
-  if (run > arena_->num_extents()) {
+  if (run + keep > arena_->num_extents()) {
     throw ArenaFull("a row of " + std::to_string(bytes) + " bytes cannot fit in an arena of " +
                     std::to_string(arena_->capacity()) + "; raise transfer_queue.arena_bytes");
   }
@@ -154,10 +156,10 @@ std::vector<Grant> ArenaManager::grant(ClientId client, uint64_t bytes, uint32_t
   }
   if (fits) return grants;
 
-  auto taken = take(client, static_cast<uint32_t>(run), count);
+  auto taken = take(client, static_cast<uint32_t>(run), count, keep);
   if (taken.empty()) {
     sweep();
-    taken = take(client, static_cast<uint32_t>(run), count);
+    taken = take(client, static_cast<uint32_t>(run), count, keep);
   }
   grants.insert(grants.end(), taken.begin(), taken.end());
   return grants;

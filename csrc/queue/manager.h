@@ -64,9 +64,9 @@ class ArenaManager {
 
   // Extents for a record of `bytes`: up to `count` single ones, or one run if it needs several.
   // Those that the client has already but does not list in `held` come first, so asking again
-  // after a lost answer loses nothing. Empty: no room now.
+  // after a lost answer loses nothing. `keep` extents stay free. Empty: no room now.
   std::vector<Grant> grant(ClientId client, uint64_t bytes, uint32_t count,
-                           std::span<const uint32_t> held);
+                           std::span<const uint32_t> held, uint32_t keep = 0);
 
   // Frees a committed record; false if it is not there (any more). Idempotent.
   bool free(const RecordRef& ref);
@@ -102,7 +102,7 @@ class ArenaManager {
   uint32_t run_of(uint32_t extent) const;
   std::optional<uint32_t> find_client(const std::string& name) const;
   void recover();
-  std::vector<Grant> take(ClientId client, uint32_t run, uint32_t count);
+  std::vector<Grant> take(ClientId client, uint32_t run, uint32_t count, uint32_t keep);
   Grant give(ClientId client, uint32_t extent, uint32_t run);
   bool is_open(uint32_t extent, ClientId client) const;
   // A sealed extent without live records becomes free, or waits until nobody leases it.

@@ -10,8 +10,8 @@ storage dies, calls are said again to the next one, for at most `restart_wait_s`
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, Self, TypeVar, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self, overload
 
 import msgspec
 from numpy.typing import NDArray
@@ -25,13 +25,12 @@ from psrl.transfer.consumer import Consumer
 from psrl.transfer.controller import QueueController
 from psrl.transfer.jagged import Jagged
 from psrl.transfer.meta import KVBatchMeta
+from psrl.transfer.patience import Patience
 from psrl.transfer.producer import Fields, Producer
 from psrl.transfer.samplers import AnySampler, Named, SequentialSampler
 from psrl.transfer.segments import Segments
 from psrl.transfer.storage import StorageActor
 from psrl.transfer.tasks import OWN
-
-T = TypeVar("T")
 
 Mode = Literal["insert", "fetch", "force_fetch"]
 Tag = Mapping[str, Any]
@@ -40,7 +39,6 @@ DEFAULT_PUT_TIMEOUT_S = 60.0
 DEFAULT_RESTART_WAIT_S = 10.0
 CALL_TIMEOUT_S = 30.0
 NUM_LOOKS = 3  # a row that is put again while it is read is looked up again
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.01, 0.5
 
 _NO_FIELDS: Fields = {}
 _SEQUENTIAL = SequentialSampler()
@@ -55,12 +53,12 @@ class TransferQueue:
         client: m.QueueClient,
         producer: Producer,
         consumer: Consumer,
-        restart_wait_s: float,
+        patience: Patience,
     ) -> None:
         """Use connect()."""
         self._controller, self._client = controller, client
         self._producer, self._consumer = producer, consumer
-        self._restart_wait_s = restart_wait_s
+        self._patience = patience
         self._draws = itertools.count()
 
     @classmethod
@@ -79,13 +77,16 @@ class TransferQueue:
 
         Raises StorageError or an ActorError.
         """
-        await controller.release_client(m.ReleaseClient(client))  # an earlier life, whose death nobody told yet
-        registered = await storage.register_client(m.RegisterClient(client))
+        patience = Patience(restart_wait_s)
+        # An earlier life, whose death nobody told yet.
+        await patience.insist(lambda: controller.release_client(m.ReleaseClient(client)))
+        registered = await patience.insist(lambda: storage.register_client(m.RegisterClient(client)))
         segment = await asyncio.to_thread(segments.fetch, registered.segment)
         if segment.generation != registered.generation:
             raise StorageError(f"segment {registered.segment} is not the one that {storage!r} uses")
         arena, me = QueueArena.open(segment), registered.client
-        return cls(controller, me, Producer(arena, me, storage, put_timeout_s), Consumer(arena, me), restart_wait_s)
+        producer = Producer(arena, me, storage, put_timeout_s, patience)
+        return cls(controller, me, producer, Consumer(arena, me), patience)
 
     # Rows by key.
 
@@ -217,7 +218,7 @@ class TransferQueue:
 
     async def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, dict[str, Any]]]:
         """partition -> key -> tag, of one partition or all."""
-        listing = await self._insist(lambda: self._controller.list_keys(m.ListKeys(partition_id)))
+        listing = await self._patience.insist(lambda: self._controller.list_keys(m.ListKeys(partition_id)))
         return {
             partition: {key: _decoded(tag) for key, tag in tags.items()}
             for partition, tags in listing.partitions.items()
@@ -226,12 +227,12 @@ class TransferQueue:
     async def kv_clear(self, keys: Sequence[str], partition_id: str) -> int:
         """Remove rows; unknown keys are passed over. Returns how many there were. Views in use stay valid."""
         question = m.ClearKeys(partition_id, tuple(keys))
-        return (await self._insist(lambda: self._controller.clear_keys(question))).num_keys
+        return (await self._patience.insist(lambda: self._controller.clear_keys(question))).num_keys
 
     async def clear_partition(self, partition_id: str) -> int:
         """Remove all its rows, and what tasks did with them. Returns how many there were."""
         question = m.ClearKeys(partition_id, None)
-        return (await self._insist(lambda: self._controller.clear_keys(question))).num_keys
+        return (await self._patience.insist(lambda: self._controller.clear_keys(question))).num_keys
 
     # Batches for tasks.
 
@@ -261,7 +262,7 @@ class TransferQueue:
             raise ValueError(f"{mode} needs the name of the task that consumes")
         if mode == "force_fetch":
             unconsumed = m.ListUnconsumed(partition_id, task_name)
-            rows = await self._insist(lambda: self._controller.list_unconsumed(unconsumed))
+            rows = await self._patience.insist(lambda: self._controller.list_unconsumed(unconsumed))
             return _meta(rows, partition_id, fields)
         if mode != "fetch" or batch_size is None or batch_size < 1:
             raise ValueError(f"mode is insert, fetch or force_fetch, not {mode!r}; batch_size {batch_size}")
@@ -273,12 +274,12 @@ class TransferQueue:
     async def get_consumption_status(self, task_name: str, partition_id: str) -> dict[str, bool]:
         """Of each row: has the task consumed it?"""
         question = m.GetConsumption(partition_id, task_name)
-        return (await self._insist(lambda: self._controller.get_consumption(question))).done
+        return (await self._patience.insist(lambda: self._controller.get_consumption(question))).done
 
     async def get_production_status(self, data_fields: Sequence[str], partition_id: str) -> dict[str, bool]:
         """Of each row: has it all these fields?"""
         question = m.GetProduction(partition_id, tuple(data_fields))
-        return (await self._insist(lambda: self._controller.get_production(question))).done
+        return (await self._patience.insist(lambda: self._controller.get_production(question))).done
 
     async def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
         """Are there rows, all consumed by the task?"""
@@ -295,7 +296,7 @@ class TransferQueue:
     ) -> int:
         """Offer consumed rows again: to one task or all, those keys or all. Returns how many."""
         question = m.ResetConsumption(partition_id, task_name, None if keys is None else tuple(keys))
-        return (await self._insist(lambda: self._controller.reset_consumption(question))).num_rows
+        return (await self._patience.insist(lambda: self._controller.reset_consumption(question))).num_rows
 
     def close(self) -> None:
         """Write no more: gives up the unused extents. Views already handed out stay valid."""
@@ -308,13 +309,13 @@ class TransferQueue:
             await self._controller.announce_rows(message)
         except ActorDied:
             again = m.AnnounceAgain(message)
-            await self._insist(lambda: self._controller.announce_again(again))
+            await self._patience.insist(lambda: self._controller.announce_again(again))
 
     async def _locate(self, question: m.LocateRows, deadline: float) -> m.Located:
         left = deadline - now()
-        located = await self._insist(lambda: self._controller.locate_rows(question))
+        located = await self._patience.insist(lambda: self._controller.locate_rows(question))
         if isinstance(located, m.NotThere) and left > 0:
-            located = await self._insist(lambda: self._await_rows(question, deadline))
+            located = await self._patience.insist(lambda: self._await_rows(question, deadline))
         if isinstance(located, m.NotThere):
             raise UnknownKey(located.what)
         return located
@@ -325,7 +326,7 @@ class TransferQueue:
 
     async def _insert(self, partition_id: str, batch_size: int, fields: list[str]) -> KVBatchMeta:
         question = m.InsertRows(partition_id, batch_size)
-        return _meta(await self._insist(lambda: self._controller.insert_rows(question)), partition_id, fields)
+        return _meta(await self._patience.insist(lambda: self._controller.insert_rows(question)), partition_id, fields)
 
     async def _draw(
         self, fields: list[str], batch_size: int, partition: str, task: str, sampler: AnySampler, timeout_s: float
@@ -340,7 +341,7 @@ class TransferQueue:
             return await within(self._controller, wait_s + CALL_TIMEOUT_S).draw_rows(question)
 
         try:
-            drawn = await self._insist(ask)
+            drawn = await self._patience.insist(ask)
         except asyncio.CancelledError:
             with contextlib.suppress(ActorError):
                 await self._controller.undo_draw(m.UndoDraw(partition, task, draw))
@@ -356,23 +357,6 @@ class TransferQueue:
             case m.NotThere():
                 raise UnknownKey(drawn.what)
         raise StorageError(drawn.what)
-
-    async def _insist(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask, and ask again while who should answer is being restarted."""
-        try:
-            return await ask()
-        except ActorDied:
-            if self._restart_wait_s <= 0:
-                raise
-        pause, deadline = FIRST_PAUSE_S, now() + self._restart_wait_s
-        while True:
-            await asyncio.sleep(pause)
-            try:
-                return await ask()
-            except ActorDied:
-                if now() >= deadline:
-                    raise
-            pause = min(2 * pause, LAST_PAUSE_S)
 
 
 def _meta(rows: m.Rows, partition_id: str, fields: list[str]) -> KVBatchMeta:

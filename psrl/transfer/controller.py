@@ -11,7 +11,8 @@ which the rows were written; so GRPOGroupNSampler finds groups again by a tag, n
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
@@ -55,6 +56,7 @@ from psrl.transfer.messages import (
     UndoDraw,
     WriteNote,
 )
+from psrl.transfer.patience import Patience
 from psrl.transfer.samplers import Named, Sampler
 from psrl.transfer.storage import StorageActor
 from psrl.transfer.tasks import Changed, Draw, Tasks
@@ -62,7 +64,10 @@ from psrl.transfer.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.02, 1.0
+RESTART_WAIT_S = 10.0
+"""For a storage that is being restarted."""
+
+RETRY_S = 1.0
 
 
 class QueueController(Actor):
@@ -75,6 +80,7 @@ class QueueController(Actor):
         self._index = Index()
         self._tasks = Tasks(self._index)
         self._waiting = Waiting()
+        self._patience = Patience(RESTART_WAIT_S)
         self._to_free: dict[RecordRef, None] = {}  # out of use, not yet freed
         self._freeing = asyncio.Event()
         self._dead: dict[tuple[int, int], int] = {}  # node, client number -> last incarnation that counts as dead
@@ -104,7 +110,8 @@ class QueueController(Actor):
         rows = message.announced.rows
         if rows:
             storage = self._storages[rows[0].record.node]
-            checked = await storage.check_records(CheckRecords(tuple(row.record for row in rows)))
+            question = CheckRecords(tuple(row.record for row in rows))
+            checked = await self._patience.insist(lambda: storage.check_records(question))
             self._announce(message.announced, [row for row, there in zip(rows, checked.there) if there])
         return Announced()
 
@@ -217,7 +224,7 @@ class QueueController(Actor):
         """A client's process has ended. What it announced stays; what it wrote but never announced is freed."""
         known = ClientReleased(None, 0, 0, 0)
         for node, storage in self._storages.items():
-            released = await storage.release_client(message)
+            released = await self._patience.insist(partial(storage.release_client, message))
             if released.client is None:
                 continue
             known = released
@@ -271,13 +278,7 @@ class QueueController(Actor):
             return
         storage = next(iter(self._storages.values()))
         question = WriteNote("/".join(draw.key), msgspec.msgpack.encode(draw))
-        for pause in _pauses():
-            try:
-                note = (await storage.write_note(question)).record
-                break
-            except ActorError as error:
-                logger.warning("queue: storage cannot note a draw now: %s", error)
-                await asyncio.sleep(pause)
+        note = (await self._patience.insist(lambda: storage.write_note(question))).record
         if note is None:
             logger.warning("queue: no room to note %s: its rows would be offered again after a restart", draw.key)
         elif not self._tasks.noted(draw.key, note):
@@ -297,7 +298,8 @@ class QueueController(Actor):
         found: list[StoredRecord] = []
         extent: int | None = 0
         while extent is not None:
-            page = await self._storages[node].scan_records(ScanRecords(extent, owner))
+            question = ScanRecords(extent, owner)
+            page = await self._patience.insist(partial(self._storages[node].scan_records, question))
             found += page.records
             extent = page.next_extent
             for number, incarnation in enumerate(page.incarnations):
@@ -312,27 +314,20 @@ class QueueController(Actor):
         while True:
             await self._freeing.wait()
             self._freeing.clear()
-            await self._free()
-
-    async def _free(self) -> None:
-        """Tell storage, and again until it has heard it."""
-        for pause in _pauses():
-            by_node: dict[int, list[RecordRef]] = {}
-            for record in self._to_free:
-                by_node.setdefault(record.node, []).append(record)
             try:
-                for node, records in by_node.items():
-                    await self._storages[node].free_records(FreeRecords(tuple(records)))
-                    for record in records:
-                        self._to_free.pop(record, None)
-                return
+                await self._free()
             except ActorError as error:
                 logger.warning("queue: storage cannot free %d records now: %s", len(self._to_free), error)
-                await asyncio.sleep(pause)
+                await asyncio.sleep(RETRY_S)
+                self._freeing.set()
 
-
-def _pauses() -> Iterator[float]:
-    pause = FIRST_PAUSE_S
-    while True:
-        yield pause
-        pause = min(2 * pause, LAST_PAUSE_S)
+    async def _free(self) -> None:
+        """Tell storage. If that fails, the records stay noted for the next time, and the caller hears of it."""
+        by_node: dict[int, list[RecordRef]] = {}
+        for record in self._to_free:
+            by_node.setdefault(record.node, []).append(record)
+        for node, records in by_node.items():
+            question = FreeRecords(tuple(records))
+            await self._patience.insist(partial(self._storages[node].free_records, question))
+            for record in records:
+                self._to_free.pop(record, None)

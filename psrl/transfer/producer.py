@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from psrl.actor import within
 from psrl.clock import now
 from psrl.errors import ArenaFull
 from psrl.transfer.messages import GrantExtents, NoRoom, QueueClient, RecordRef
+from psrl.transfer.patience import Patience
 from psrl.transfer.storage import StorageActor
 
 Value = NDArray[Any] | np.generic | bytes
@@ -24,9 +26,11 @@ ROOM_WAIT_S = 5.0  # of one question for room
 class Producer:
     """Writes for one client. Use from the event loop."""
 
-    def __init__(self, arena: QueueArena, client: QueueClient, storage: StorageActor, timeout_s: float) -> None:
+    def __init__(
+        self, arena: QueueArena, client: QueueClient, storage: StorageActor, timeout_s: float, patience: Patience
+    ) -> None:
         """`timeout_s`: how long a write may wait for room."""
-        self._client, self._storage, self._timeout_s = client, storage, timeout_s
+        self._client, self._storage, self._timeout_s, self._patience = client, storage, timeout_s, patience
         self._writer = QueueWriter(arena, (client.number, client.incarnation))
         self._asking = asyncio.Lock()  # one question for room at a time
 
@@ -50,7 +54,8 @@ class Producer:
             wait_s = 0.0 if is_first else max(0.0, min(ROOM_WAIT_S, deadline - now()))
             async with self._asking:
                 question = GrantExtents(self._client, num_bytes, tuple(self._writer.held()), wait_s)
-                answer = await within(self._storage, wait_s + 10.0).grant_extents(question)
+                storage = within(self._storage, wait_s + 10.0)
+                answer = await self._patience.insist(partial(storage.grant_extents, question))
                 if not isinstance(answer, NoRoom):
                     self._writer.add(list(answer.grants))
             pending = self._writer.begin(partition, key, tag, row)

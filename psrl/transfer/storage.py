@@ -44,6 +44,8 @@ SCAN_PAGE = 4096
 """Records in one answer to a scan, about: whole extents are told."""
 
 NOTE_CLIENT = "storage notes"
+NOTE_EXTENTS = 2
+"""Kept free for notes once there are some: a draw from a full arena is what empties it."""
 
 
 class StorageActor(Actor):
@@ -69,7 +71,8 @@ class StorageActor(Actor):
         client = (message.client.number, message.client.incarnation)
         deadline = now() + message.wait_s
         while True:
-            grants = self._manager.grant(client, message.num_bytes, EXTENTS_PER_GRANT, list(message.held))
+            keep = NOTE_EXTENTS if self._notes is not None else 0
+            grants = self._manager.grant(client, message.num_bytes, EXTENTS_PER_GRANT, list(message.held), keep)
             if grants:
                 return Granted(tuple(grants))
             left = deadline - now()

@@ -1,4 +1,6 @@
-"""The torch engine on a CUDA device: log-probs as in transformers, true versions, bfloat16 within its rounding."""
+"""The torch engine on a CUDA device: log-probs as in transformers, true versions, bfloat16 within its rounding, weights
+through staging.
+"""
 
 from typing import Any
 
@@ -6,8 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from psrl._core import Segment, WeightStore
 from psrl.rollout.engine.base import Running
 from psrl.rollout.engine.torch_engine import TorchEngine, TorchEngineSettings
+from psrl.weights.publish import WeightPublisher, describe
+from psrl.weights.stage import Device, HostRegistration
+from psrl.weights.subscribe import WeightSubscriber
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,3 +75,33 @@ def test_recorded_versions_are_true(
     for i in range(20):
         assert answers[str(i)].versions == answers[str(i)].tokens
         assert len(answers[str(i)].tokens) == 6 + i % 5
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+def test_weights_come_through_staging_bit_for_bit(
+    architecture: str, build_model: Any, run: Any, request_of: Any
+) -> None:
+    model = build_model(architecture).to("cuda", torch.bfloat16)
+    engine = TorchEngine(model, TorchEngineSettings(max_model_len=128, max_num_seqs=8))
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    manifest = describe(model.named_parameters())
+    segment = Segment.create("weights", WeightStore.required_bytes(manifest.total_bytes))
+    store = WeightStore.format(segment, manifest.total_bytes)
+    publisher = WeightPublisher(store, manifest)
+    device = Device("cuda:0")
+    registration = HostRegistration(device, segment, pause_s=0)
+    subscriber = WeightSubscriber(store, manifest, "r0", device)
+    for version in range(1, 5):
+        new = build_model(architecture, seed=version).bfloat16()
+        store.commit(0, version, publisher.write(0, version, new.named_parameters()))
+        engine.submit(request_of(str(version), [1, 2, 3], max_new_tokens=40))
+        engine.step()
+        with subscriber.pull(version, 30.0) as pulled:
+            assert engine.update(pulled, Running.RECOMPUTE) == manifest.payload_bytes
+        assert engine.load().full_load == ""
+        mine = dict(model.named_parameters())
+        assert all(torch.equal(mine[name].cpu(), part) for name, part in new.named_parameters())
+        answer = run(engine)[str(version)]
+        assert set(answer.versions) == {version - 1, version}
+    assert places == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    registration.close()

@@ -58,12 +58,12 @@ def sockets() -> Iterator[tuple[str, str]]:
         yield f"{directory}/node", f"{directory}/head"
 
 
-def plan(num_extents: int, extent_bytes: int = EXTENT) -> QueuePlan:
+def plan(num_extents: int, extent_bytes: int = EXTENT, max_clients: int = 16) -> QueuePlan:
     return QueuePlan(
-        arena_bytes=QueueArena.segment_bytes(num_extents, extent_bytes, 16),
+        arena_bytes=QueueArena.segment_bytes(num_extents, extent_bytes, max_clients),
         extent_bytes=extent_bytes,
         num_extents=num_extents,
-        max_clients=16,
+        max_clients=max_clients,
     )
 
 
