@@ -120,11 +120,14 @@ void bind_manager(py::module_& m) {
       .def_property_readonly("key", [](const RecordInfo& info) { return info.description.key; })
       .def_property_readonly("tag",
                              [](const RecordInfo& info) { return py::bytes(info.description.tag); })
-      .def_property_readonly("fields", [](const RecordInfo& info) {
-        std::vector<std::string> names;
-        for (const Field& f : info.description.fields) names.push_back(f.name);
-        return names;
-      });
+      .def_property_readonly("fields",
+                             [](const RecordInfo& info) {
+                               std::vector<std::string> names;
+                               for (const Field& f : info.description.fields)
+                                 names.push_back(f.name);
+                               return names;
+                             })
+      .def_readonly("written_ns", &RecordInfo::written_ns);
 
   py::class_<Released>(m, "Released")
       .def_readonly("known", &Released::known)
