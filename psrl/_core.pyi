@@ -10,9 +10,6 @@ from typing_extensions import Buffer
 def memory_available() -> int:
     """Bytes this process may still touch: the tightest of MemAvailable and all memory cgroups above it."""
 
-def crc32c(data: Buffer, seed: int = 0) -> int:
-    """CRC-32C of a contiguous buffer; `seed` is the result so far when it goes on."""
-
 class Segment:
     """Shared memory as a sealed, pre-faulted memfd; mapped until the last view of it is gone."""
 
@@ -218,8 +215,6 @@ class QueueArena:
     def open(segment: Segment) -> QueueArena:
         """Open one that is laid out; StorageError if it is not."""
 
-    @staticmethod
-    def is_formatted(segment: Segment) -> bool: ...
     @staticmethod
     def segment_bytes(num_extents: int, extent_bytes: int, max_clients: int) -> int:
         """Size of a segment with so many extents, tables included."""

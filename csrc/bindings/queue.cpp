@@ -372,7 +372,6 @@ void bind_queue(py::module_& m) {
       .def_static("format", &Arena::format, py::arg("segment"), py::arg("extent_bytes"),
                   py::arg("max_clients"))
       .def_static("open", &Arena::open, py::arg("segment"))
-      .def_static("is_formatted", &Arena::is_formatted, py::arg("segment"))
       .def_static("segment_bytes", &Arena::segment_bytes, py::arg("num_extents"),
                   py::arg("extent_bytes"), py::arg("max_clients"))
       .def_property_readonly("extent_bytes", &Arena::extent_bytes)

@@ -2,7 +2,6 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
-#include "base/checksum.h"
 #include "base/errors.h"
 #include "bindings/bindings.h"
 #include "shm/memory.h"
@@ -31,16 +30,6 @@ void bind_shm(py::module_& m) {
   m.def(
       "memory_available", [] { return memory_available(); },
       py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "crc32c",
-      [](const py::buffer& buffer, uint32_t seed) {
-        const py::buffer_info info = buffer.request();
-        const ConstBytes data(static_cast<const std::byte*>(info.ptr),
-                              static_cast<size_t>(info.size * info.itemsize));
-        const py::gil_scoped_release release;
-        return crc32c(data, seed);
-      },
-      py::arg("data"), py::arg("seed") = 0);
 
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
       .def_static("create", &Segment::create, py::arg("name"), py::arg("size"),

@@ -334,7 +334,7 @@ class Link:
                 raise ConnectionError(line.lost)
             if hello.protocol != PROTOCOL:
                 raise WireError(f"{self.address} speaks protocol {hello.protocol}, this runtime {PROTOCOL}")
-        except BaseException:
+        except BaseException:  # also when cancelled: nobody else has this connection yet
             line.connection.abort("the handshake failed")
             raise
         line.limit = min(self._terms.max_frame_bytes, hello.max_frame_bytes)

@@ -53,7 +53,7 @@ class UnixAddress(Address, frozen=True, tag="unix"):
                 ),
                 sock=dialled,
             )
-        except BaseException:
+        except BaseException:  # also when cancelled: no transport owns the socket yet
             dialled.close()
             raise
         if stream.lost is not None:

@@ -54,6 +54,7 @@ CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     f"{_SYNC}.method": (("greedy",), ("status_based",)),
     "psrl.sync.running": (("recompute", "keep", "abort"), ()),
 }  # fmt: skip
+GSM8K_METHODS = ("strict", "flexible")
 MANAGERS = (("dapo", "naive"), ("batch", "prime", "remote", "limited", "gdpo"))
 LOGGERS = (("console", "wandb"), ("tensorboard", "swanlab", "mlflow", "clearml", "trackio", "file", "vemlp_wandb"))
 
@@ -183,6 +184,9 @@ def _rewards(config: Config) -> Iterator[Contradiction]:
             yield Contradiction((f"{key}.reward_coef",), f"{key}.reward_coef={spec.reward_coef} is not finite")
     for name, manager in reward.managers.items():
         yield from _overlong(config, name, manager.reward_kwargs)
+        key = f"reward.managers.{name}.reward_kwargs.gsm8k_method"
+        if (text := _choice(manager.reward_kwargs.gsm8k_method, GSM8K_METHODS, ())) is not None:
+            yield Contradiction((key,), f"{key}={text}")
 
 
 def _overlong(config: Config, name: str, kwargs: Any) -> Iterator[Contradiction]:

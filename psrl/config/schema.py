@@ -156,6 +156,7 @@ class OverlongBufferCfg(_Section, frozen=True, kw_only=True):
 class RewardKwargs(_Section, frozen=True, kw_only=True):
     overlong_buffer_cfg: OverlongBufferCfg = OverlongBufferCfg()
     max_resp_len: Count | None = None  # null: data.max_response_length
+    gsm8k_method: str = "strict"  # strict: "#### 42" | flexible: the last number; of the built-in rules
 
 
 class RewardFn(_Section, frozen=True, kw_only=True):

@@ -44,8 +44,6 @@ class ChatTokenizer:
         pad = self._special_tokens.get("pad_token")
         pad_id = None if pad is None else tokenizer.token_to_id(pad)
         self.pad_id: int = eos_ids[0] if pad_id is None else pad_id
-        bos = self._special_tokens.get("bos_token")
-        self.bos_id: int | None = None if bos is None else tokenizer.token_to_id(bos)
 
     @classmethod
     def load(cls, model_dir: str | Path, template_kwargs: Mapping[str, Any] | None = None) -> "ChatTokenizer":

@@ -29,7 +29,7 @@ from psrl.launch.supervise import RestartPolicy, Restarts, reason
 
 _HERE = Path(__file__).parent
 _PYTHON = (sys.executable, "-I", "-S")
-_KILL_WAIT_S = 5.0  # a killed process that is not gone by then is stuck in the kernel
+_KILL_WAIT_S = 30.0  # a killed process that is not gone by then is stuck in the kernel; large memory takes seconds
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class LocalLauncher:
                 env={**os.environ, **spec.env},
                 start_new_session=True,
             )
-        except BaseException:
+        except BaseException:  # also when interrupted: no pump owns the pipe yet
             os.close(read_fd)
             raise
         finally:
@@ -253,11 +253,6 @@ class LocalLauncher:
             process.ended.set_result(Exit(spec.name, 0, 0, "stopped between two lives", 0.0, True, None, spec.log))
 
     # -- telling
-
-    @property
-    def first_failure(self) -> Exit | None:
-        """The first process that ended unasked and was not started again."""
-        return self._failures[0][0] if self._failures else None
 
     def failure_report(self) -> str | None:
         """The first failure with its last lines and where the rest is; to be shown last. Later ones by name only."""

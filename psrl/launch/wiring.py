@@ -66,7 +66,6 @@ class Cluster:
         self._stack = AsyncExitStack()
         self._notices: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.num_restarts = 0
 
     async def __aenter__(self) -> "Cluster":
         try:
@@ -81,7 +80,7 @@ class Cluster:
             await self._stack.enter_async_context(self.launcher)
             self.launcher.remove_at_end(Path(self.spec.socket_dir))
             self.launcher.on_exit(self._ended)
-        except BaseException:
+        except BaseException:  # also when cancelled: without an enter there is no exit
             await self._stack.aclose()
             raise
         return self
@@ -178,7 +177,6 @@ class Cluster:
             if not self._failed.done():
                 self._failed.set_exception(RunFailed(str(ended)))
             return
-        self.num_restarts += 1
         logger.warning("%s; it is started again", ended)
         notice = asyncio.get_running_loop().create_task(self._tell_head(ended))
         self._notices.add(notice)

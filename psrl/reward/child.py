@@ -16,6 +16,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,7 +39,10 @@ class Scorer:
     def __init__(self, plan: RewardPlan, runner: asyncio.Runner) -> None:
         self._plan = plan
         self._runner = runner
-        self._functions = [_builtin if s.function is None else custom.load(s.function) for s in plan.sources]
+        self._functions = [
+            partial(_builtin, method=s.gsm8k_method) if s.function is None else custom.load(s.function)
+            for s in plan.sources
+        ]
 
     def answer(self, job: Job) -> Done | Raised:
         """The verdict, or what went wrong, as text. Never raises."""
@@ -84,8 +88,8 @@ def _outside_of_psrl(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _builtin(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    return rules.score(data_source, solution_str, ground_truth, extra_info)
+def _builtin(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], method: str) -> float:
+    return rules.score(data_source, solution_str, ground_truth, extra_info, method)
 
 
 async def _await(answer: Any) -> Any:

@@ -6,10 +6,11 @@ removed; `flexible` takes the last number anywhere, as it stands. Nothing is com
 
 import re
 
+from psrl.config.rules import GSM8K_METHODS as METHODS
+
 _SEARCHED_CHARACTERS = 300
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"(-?[0-9.,]+)")
-METHODS = ("strict", "flexible")
 
 
 def extract(solution: str, method: str = "strict") -> str | None:

@@ -60,6 +60,8 @@ def judged(answer: Any) -> Judged:
             if isinstance(name, str) and name.isprintable() and (number := _finite(value)) is not None
         }
         extra.pop("score")
+        if "acc" in answer:
+            extra["acc"] = _number(answer["acc"], 'the answer\'s "acc"')
     else:
         score = _number(answer, "the answer")
         extra = {}

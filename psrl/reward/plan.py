@@ -35,6 +35,7 @@ class Source(msgspec.Struct, frozen=True):
     function: Function | None
     overlong: Overlong | None
     coef: float
+    gsm8k_method: str = "strict"  # of the built-in rule
 
     def __str__(self) -> str:
         return "the built-in rule" if self.function is None else str(self.function)
@@ -101,7 +102,7 @@ def _source(spec: RewardModelSpec, reward: Reward, data: Data, where: str) -> So
         raise ConfigError(f"{where}.reward_loop_type={kind} is unknown: use {' or '.join(_MANAGERS)}")
     function = _function(spec.reward_fn, manager, reward.custom_reward_function, where, kind)
     overlong = _overlong(manager, data, kind) if kind == "dapo" else None
-    return Source(function, overlong, spec.reward_coef)
+    return Source(function, overlong, spec.reward_coef, manager.reward_kwargs.gsm8k_method)
 
 
 def _function(name: str, manager: RewardManager, custom: RewardFn | None, where: str, kind: str) -> Function | None:

@@ -32,7 +32,7 @@ from psrl.reward.wire import (
 START_TIMEOUT_S = 60.0  # interpreter, and whatever the user's file imports
 END_TIMEOUT_S = 10.0  # of a killed process to be gone
 _MAX_ROUNDS = 16  # of looking for what a child has started: while it is killed it may start more
-_EXIT_TIMEOUT_S = 1.0  # of a process that closed its socket to say how it ended
+_EXIT_TIMEOUT_S = 10.0  # of a process that closed its socket to end: only then can be said how
 
 
 class ScoreTimeout(PsrlError):
@@ -68,7 +68,7 @@ class ScoringProcess:
         except TimeoutError:
             await self.kill()
             raise ProcessDied(f"{self._plan}: not loaded after {START_TIMEOUT_S:g} s") from None
-        except BaseException:
+        except BaseException:  # also when cancelled: half started, it is of no use
             await self.kill()
             raise
         if isinstance(answer, LoadFailed):
@@ -87,7 +87,7 @@ class ScoringProcess:
             raise ScoreTimeout(
                 f"{self._plan} gave no score within reward.reward_loop_worker.timeout_s={timeout_s:g} s"
             ) from None
-        except BaseException:
+        except BaseException:  # also when cancelled: its late answer would be taken for the next sample's
             await self.kill()
             raise
         assert isinstance(answer, Done | Raised)

@@ -7,19 +7,19 @@ from psrl.errors import ConfigError
 from psrl.reward import gsm8k
 from psrl.types import FinishReason
 
-Rule = Callable[[str, str, Mapping[str, Any]], float]
-"""(solution, ground_truth, extra_info) -> score."""
+Rule = Callable[[str, str, Mapping[str, Any], str], float]
+"""(solution, ground_truth, extra_info, method of finding the final answer) -> score."""
 
 
-def _gsm8k(solution: str, ground_truth: str, extra_info: Mapping[str, Any]) -> float:
-    return gsm8k.score(solution, ground_truth)
+def _gsm8k(solution: str, ground_truth: str, extra_info: Mapping[str, Any], method: str) -> float:
+    return gsm8k.score(solution, ground_truth, method)
 
 
-def _arithmetic(solution: str, ground_truth: str, extra_info: Mapping[str, Any]) -> float:
+def _arithmetic(solution: str, ground_truth: str, extra_info: Mapping[str, Any], method: str) -> float:
     """As GSM8K, but an answer that was cut off counts for nothing: it has to end by itself."""
     if extra_info.get("finish_reason") != FinishReason.STOP:
         return 0.0
-    return gsm8k.score(solution, ground_truth)
+    return gsm8k.score(solution, ground_truth, method)
 
 
 RULES: dict[str, Rule] = {
@@ -30,8 +30,12 @@ RULES: dict[str, Rule] = {
 }
 
 
-def score(data_source: str, solution: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
+def score(
+    data_source: str, solution: str, ground_truth: Any, extra_info: Mapping[str, Any], method: str = "strict"
+) -> float:
     """Judge by the rule of the data source; a whole number is as good a truth as its text.
+
+    `method` is how the final answer is found, see `psrl.reward.gsm8k`.
 
     Raises ConfigError if the source has no rule, TypeError for any other kind of truth.
     """
@@ -40,7 +44,7 @@ def score(data_source: str, solution: str, ground_truth: Any, extra_info: Mappin
         raise ConfigError(unknown((data_source,)))
     if problem := unfit(data_source, ground_truth):
         raise TypeError(problem)
-    return rule(solution, str(ground_truth), extra_info)
+    return rule(solution, str(ground_truth), extra_info, method)
 
 
 def unfit(data_source: str, ground_truth: Any) -> str:

@@ -133,6 +133,7 @@ class AgentLoopWorker:
                     "reward": np.array(scored.shaped_reward, np.float32),
                 },
             )
+            kept = True  # an answer that is late may say so: then PSManager removes the row, if its group is not kept
             kept = (await self._complete(offer, trajectory, rollout, scored)).kept
         finally:
             if not kept:

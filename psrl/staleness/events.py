@@ -34,7 +34,6 @@ class Reason(StrEnum):
     NOT_RESERVED = "the group holds no reservation"
     NOT_READY = "the buffer is not ready"
     NOT_CONSUMED = "the buffer has not been consumed"
-    ALREADY_CONSUMED = "the buffer has been consumed"
     ALREADY_READY = "the buffer is ready already"
     OUTSIDE_WINDOW = "the buffer is outside the window of this version"
 

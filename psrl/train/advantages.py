@@ -22,7 +22,8 @@ Estimator = Callable[[Tensor, Tensor], Tensor]
 def grpo(scores: Tensor, groups: Tensor, *, norm_by_std: bool = True, min_spread: float = 0.0) -> Tensor:
     """(score - mean) / (std + 1e-6) within each group, std with n - 1; the mean alone without `norm_by_std`.
 
-    A group whose standard deviation is not above `min_spread` gets advantage 0 if `min_spread` > 0.
+    A group whose scores differ by no more than `min_spread` (largest minus smallest, as dynamic sampling has it) gets
+    advantage 0 if `min_spread` > 0.
     A group of one keeps its score (mean 0, std 1): whoever drops such groups does it before.
     """
     _, slots = torch.unique(groups, return_inverse=True)
@@ -37,7 +38,10 @@ def grpo(scores: Tensor, groups: Tensor, *, norm_by_std: bool = True, min_spread
     std = torch.where(single, torch.ones_like(zeros), variance.sqrt())
     result = centred / (std[slots] + _EPS) if norm_by_std else centred
     if min_spread > 0:
-        result = torch.where((std > min_spread)[slots], result, torch.zeros_like(result))
+        largest = zeros.scatter_reduce(0, slots, exact, "amax", include_self=False)
+        smallest = zeros.scatter_reduce(0, slots, exact, "amin", include_self=False)
+        differ = single | (largest - smallest > min_spread)
+        result = torch.where(differ[slots], result, torch.zeros_like(result))
     return result.to(scores.dtype)
 
 

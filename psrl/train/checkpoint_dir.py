@@ -84,7 +84,10 @@ class Checkpoint:
             raise CheckpointError(f"{path} has format {manifest.format}, this version reads {FORMAT}")
         for entry in manifest.files:
             file = path / entry.name
-            size = file.stat().st_size if file.is_file() else None
+            try:
+                size = file.stat().st_size
+            except OSError:  # also: removed in this moment, by the run that it belongs to
+                size = None
             if size != entry.nbytes:
                 raise CheckpointError(f"{file} should have {entry.nbytes} bytes, it has {size or 'none'}")
         return Checkpoint(path, manifest)

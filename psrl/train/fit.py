@@ -37,12 +37,13 @@ def fit(config: Config, links: TrainerLinks, ranks: Ranks) -> None:
     trainer = Trainer(config, links, ranks)
     step = trainer.first_step
     trainer.publish(step)
+    saved, tested = step, -1  # a kill may have come between the last save and the last validation
     if settings.val_before_train or settings.val_only:
         trainer.log(step, trainer.validate(step))
+        tested = step
     if settings.val_only:
         trainer.finish("validation only")
         return
-    tested = saved = step
     ending = f"all {links.total_steps} steps are done"
     while step < links.total_steps:
         with trainer.timed("step"):

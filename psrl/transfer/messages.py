@@ -94,7 +94,7 @@ class FreeRecords(msgspec.Struct, frozen=True, tag=True):
 
 
 class Freed(msgspec.Struct, frozen=True, tag=True):
-    num_records: int
+    """Whatever of them was there."""
 
 
 class CheckRecords(msgspec.Struct, frozen=True, tag=True):

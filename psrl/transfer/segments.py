@@ -1,10 +1,10 @@
 """A run's segments: made and kept by the node agent, fetched by name by every other process.
 
     with NodeSegments(path) as segments:            # launcher
-        segments.create_queue(QUEUE, plan)
+        segments.create_queue(plan)
         segments.create("weights", num_bytes, config_key="train_actor_rollout_ref.model.path")
     source = SegmentSource(path)                    # any process, also before the launcher is ready
-    segment = source.fetch("queue")
+    segment = source.fetch(QUEUE)
 
 The memory ends with the last process that has it, however it ends.
 """
@@ -16,7 +16,6 @@ from psrl._core import QueueArena, Segment, SegmentServer, fetch_segment
 from psrl.transfer.capacity import QueuePlan
 
 QUEUE = "queue"
-WEIGHTS = "weights"
 
 
 class Segments(Protocol):

@@ -114,9 +114,10 @@ class StorageActor(Actor):
 
     @handler(idempotent=True)
     async def free_records(self, message: FreeRecords) -> Freed:
-        freed = sum(self._manager.free(record.place) for record in message.records)
+        for record in message.records:
+            self._manager.free(record.place)
         self._room.set()
-        return Freed(freed)
+        return Freed()
 
     @handler(idempotent=True)
     async def check_records(self, message: CheckRecords) -> Checked:

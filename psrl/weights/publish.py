@@ -178,7 +178,7 @@ class WeightPublisher:
         try:
             self.put(ticket, tensors)
             self.seal(ticket)
-        except BaseException:
+        except BaseException:  # also when interrupted: a slot left open is lost to the next version
             self.store.abandon(ticket.slot)
             raise
         return ticket.slot

@@ -493,6 +493,10 @@ TEST(LinkTcp, PullsTakeOnlyWhatWasAskedFor) {
 }
 
 TEST(LinkTcp, OutOfDescriptorsIsOnlyAWait) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "the sanitizers' own check of an object's type opens a pipe, for which nothing "
+                  "is left here";
+#endif
   Node a = tcp_node("a");
   RawPeer first(a->address());
   ASSERT_TRUE(first.shake_hands());

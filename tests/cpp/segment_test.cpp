@@ -161,13 +161,13 @@ TEST(SegmentServer, HandsOutDescriptorsByName) {
     SegmentServer server(path);
     const auto segment = make("queue", 4096);
     server.add(segment);
-    fetched = fetch_segment(path, "queue", std::chrono::seconds(5));
+    fetched = fetch_segment(path, "queue", std::chrono::seconds(60));
     segment->bytes()[3] = std::byte{3};
     EXPECT_EQ(fetched->bytes()[3], std::byte{3});
-    EXPECT_THROW(fetch_segment(path, "queue", std::chrono::seconds(5), Access::kReadOnly)->bytes(),
+    EXPECT_THROW(fetch_segment(path, "queue", std::chrono::seconds(60), Access::kReadOnly)->bytes(),
                  StorageError);
     const std::string text =
-        error_of([&] { fetch_segment(path, "weights", std::chrono::seconds(5)); });
+        error_of([&] { fetch_segment(path, "weights", std::chrono::seconds(60)); });
     EXPECT_TRUE(contains(text, "no segment named weights; there are: queue")) << text;
   }
   EXPECT_FALSE(fs::exists(path));
@@ -187,7 +187,7 @@ TEST(SegmentServer, IsWaitedFor) {
   });
   // Served or "no segment" if it comes between the two lines above: not a time-out.
   try {
-    fetch_segment(path, "q", std::chrono::seconds(10));
+    fetch_segment(path, "q", std::chrono::seconds(60));
   } catch (const UnknownKey&) {
   }
   late.join();
@@ -201,7 +201,7 @@ TEST(SegmentServer, ServesManyAtOnce) {
   std::vector<std::thread> threads;
   for (int i = 0; i < 8; ++i) {
     threads.emplace_back([&] {
-      for (int k = 0; k < 20; ++k) fetch_segment(path, "q", std::chrono::seconds(10));
+      for (int k = 0; k < 20; ++k) fetch_segment(path, "q", std::chrono::seconds(60));
     });
   }
   for (std::thread& thread : threads) thread.join();

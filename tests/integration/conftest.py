@@ -34,7 +34,7 @@ from psrl.data.prepare.arithmetic import arithmetic
 from psrl.rollout.gateway import RolloutGateway
 from psrl.rollout.messages import GetRolloutView, RolloutView
 
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
 
 Record = dict[str, Any]
 
@@ -156,38 +156,36 @@ class LiveRun:
             loads = [load for load in self.rollout().replicas if not replica or load.name == replica]
             return sum(load.num_running for load in loads)
 
-        self.wait_for(lambda: running() >= num_running, f"{num_running} trajectories running {replica}")
-        tokens = self.rollout().num_generated_tokens
-        self.wait_for(lambda: self.rollout().num_generated_tokens >= tokens + 4 * num_running, "some tokens of them")
-        if running() < num_running:
-            self.wait_generating(num_running, replica=replica)
+        def wait_tokens(num_tokens: int) -> None:
+            enough = self.rollout().num_generated_tokens + num_tokens
+            self.wait_for(lambda: self.rollout().num_generated_tokens >= enough, f"{num_tokens} tokens")
+
+        while True:
+            self.wait_for(lambda: running() >= num_running, f"{num_running} trajectories running {replica}")
+            wait_tokens(4 * num_running)
+            if running() >= num_running:
+                return
 
     def _ask(self, actor: Any, name: str, question: Callable[[Any], Any]) -> Any:
         if self._runtime is None:
             self._runtime = BlockingRuntime("test")
             self._runtime.__enter__()
         sockets = self.wait_for(lambda: list(self.temp_dir.glob("psrl-*/head.sock")), "the head's socket")
-        connecting = self._runtime.runtime.connect(actor, name, UnixAddress(str(sockets[0])), timeout_s=30)
-        return self._runtime.call(question(self._runtime.call(connecting, 40)), 30)
+        connecting = self._runtime.runtime.connect(actor, name, UnixAddress(str(sockets[0])), timeout_s=60)
+        return self._runtime.call(question(self._runtime.call(connecting, 70)), 60)
 
     # -- processes
 
-    def pids(self) -> dict[str, int]:
-        """The latest pid of each named process, whether it still lives or not."""
-        found = {}
-        for path in (self.run_dir / "logs").glob("*.log"):
-            starts = re.findall(r"^--- \S+ starts, pid (\d+)", path.read_text(errors="replace"), re.MULTILINE)
-            if starts:
-                found[path.stem] = int(starts[-1])
-        return found
+    def starts(self, name: str) -> list[int]:
+        """The pids that a named process has had in this run directory, the latest last; none of them may live."""
+        return [int(pid) for pid in re.findall(r"^--- \S+ starts, pid (\d+)", self.log(name), re.MULTILINE)]
 
     def pid(self, name: str) -> int:
         """The pid of a named process of this start, which lives; waits for it."""
 
         def living() -> int | None:
-            children = {process.pid for process in self.processes()}
-            pid = self.pids().get(name)
-            return pid if pid in children else None
+            pids, ours = self.starts(name), {process.pid for process in self.processes()}
+            return pids[-1] if pids and pids[-1] in ours else None
 
         pid: int = self.wait_for(living, f"process {name}")
         return pid
@@ -208,6 +206,19 @@ class LiveRun:
         os.kill(pid, signal.SIGKILL)
         return pid
 
+    def kill_amid_generation(self, name: str) -> None:
+        """SIGKILL to a named process while trajectories are on their way. It is stopped for the last look at them, or
+        they might end between the look and the kill.
+        """
+        while True:
+            self.wait_generating(6)
+            pid = self.pid(name)
+            os.kill(pid, signal.SIGSTOP)
+            if any(load.num_running for load in self.rollout().replicas):
+                os.kill(pid, signal.SIGKILL)
+                return
+            os.kill(pid, signal.SIGCONT)
+
     # -- the end
 
     def end(self, deadline_s: float = DEADLINE_S) -> int:
@@ -217,7 +228,7 @@ class LiveRun:
         except subprocess.TimeoutExpired:
             pytest.fail(f"the run did not end within {deadline_s:g} s:\n{self.output()}\n{self.logs()}")
 
-    def leftovers(self, deadline_s: float = 10.0) -> list[str]:
+    def leftovers(self, deadline_s: float = 60.0) -> list[str]:
         """What of the run is still there `deadline_s` after the call: processes, temporary files. Call `processes`
         before the end that is looked at, so that orphans are known.
         """

@@ -17,6 +17,8 @@ import pytest
 
 from psrl.launch.cli import main
 
+pytestmark = pytest.mark.timeout(600)
+
 MODEL = "train_actor_rollout_ref.model.path"
 OVERRIDE = "train_actor_rollout_ref.model.override_config"
 REWARD = "+reward.custom_reward_function"
@@ -302,7 +304,7 @@ def test_bad_input_is_refused(name: str, bad: Bad, tmp_path: Path, capsys: pytes
 def test_bad_input_is_refused_from_a_shell(name: str, bad: Bad, tmp_path: Path) -> None:
     make, words = CASES[name]
     command = [sys.executable, "-m", "psrl.launch.cli", *arguments(bad, tmp_path / "run", make(bad))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert is_refused(done.stderr, words)
     assert not (tmp_path / "run").exists()

@@ -11,12 +11,25 @@ import pytest
 
 from psrl.metrics.report import report
 
+pytestmark = pytest.mark.timeout(600)
+
 LONG = "data.max_response_length=400"  # the untrained model seldom ends by itself
 NUM_STEPS = 20
 
 
 def scoring_child(live: Any) -> psutil.Process:
     return live.wait_for(lambda: psutil.Process(live.pid("reward-0")).children(), "a scoring process")[0]
+
+
+def moved(live: Any) -> list[dict[str, Any]]:
+    """Ended trajectories that were begun on one replica and ended on another."""
+    return [line for line in live.trajectories() if len(line["replicas"]) > 1]
+
+
+def wait_trained(live: Any) -> None:
+    """Until one more batch is trained."""
+    before = live.counters().trained
+    live.wait_for(lambda: live.counters().trained > before, "one more batch to be trained")
 
 
 def check_whole(live: Any, num_groups: int) -> None:
@@ -37,9 +50,9 @@ def check_whole(live: Any, num_groups: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_workers_are_replaced_and_their_work_goes_on(start_run: Callable[..., Any]) -> None:
-    # Staleness 0: no sync interrupts a trajectory, so whatever is dispatched again was lost with a replica.
+    # Staleness 0: no sync interrupts a trajectory, so whatever moved was lost with a replica; and what is on its way
+    # is of the batch that is trained next.
     live = start_run(
         "run",
         LONG,
@@ -47,38 +60,36 @@ def test_workers_are_replaced_and_their_work_goes_on(start_run: Callable[..., An
         f"trainer.total_training_steps={NUM_STEPS}",
         "psrl.deployment.max_restarts=10",
     )
-    live.wait_generating(3, replica="replica-0")
-    killed = [live.kill("replica-0")]
-    live.wait_for(lambda: live.rollout().num_redispatched > 0, "requests dispatched again")
-    step = live.step()
-    live.wait_for(lambda: live.step() > step, "these to be trained, before their worker dies and they begin anew")
+    num_killed = 0
+    while not moved(live):  # once more, if none of a replica's tokens had arrived yet, or all had
+        live.wait_generating(3, replica="replica-0")
+        live.kill("replica-0")
+        num_killed += 1
+        wait_trained(live)  # before their worker dies too, and they begin anew
 
-    live.wait_generating(6)
-    killed.append(live.kill("agent-0"))
+    live.kill_amid_generation("agent-0")
     live.wait_for(lambda: live.counters().retries > 0, "groups offered again")
 
     live.wait_generating(6)
     scoring_child(live).kill()
 
-    live.wait_generating(6)
-    killed.append(live.kill("reward-0"))
+    live.kill_amid_generation("reward-0")
     names = ("replica-0", "agent-0", "reward-0")
-    live.wait_for(lambda: not {live.pid(name) for name in names} & set(killed), "all three to be started again")
+    live.wait_for(lambda: all(len(live.starts(name)) > 1 for name in names), "all three to be started again")
 
     check_whole(live, NUM_STEPS * 4)
     last = live.metrics()[-1]
-    assert last["processes/lost_replica"] == last["processes/lost_agent"] == last["processes/lost_reward"] == 1
+    assert last["processes/lost_replica"] == num_killed
+    assert last["processes/lost_agent"] == last["processes/lost_reward"] == 1
+    assert last["rollout/num_redispatched"] > 0
     assert live.attempts()[-1]["counters"]["retries"] >= 1
     assert live.attempts()[-1]["counters"]["failed"] == 0
     # What was streamed before the kill was kept: trajectories begun on the dead replica ended on the other.
-    moved = [line for line in live.trajectories() if len(line["replicas"]) > 1]
-    assert moved
-    assert all(line["outcome"] in ("trained", "in_flight") for line in moved)
+    assert all(line["outcome"] in ("trained", "in_flight") for line in moved(live))
     assert live.leftovers() == []
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_quick_start_survives_the_loss_of_its_only_reward_worker(start_run: Callable[..., Any]) -> None:
     """Answers come faster than the worker is back: they wait for it instead of failing their groups."""
     live = start_run("run", "trainer.total_training_steps=60", "psrl.deployment.max_restarts=10")
@@ -90,14 +101,13 @@ def test_a_quick_start_survives_the_loss_of_its_only_reward_worker(start_run: Ca
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["head", "trainer-0"])
 def test_the_run_ends_by_name_when_it_cannot_go_on(start_run: Callable[..., Any], name: str) -> None:
     live = start_run("run", LONG, "trainer.total_training_steps=500")
     live.wait_step(1)
     live.processes()
     live.kill(name)
-    assert live.end(20) == 1
+    assert live.end() == 1
     lines = [line for line in live.output().splitlines() if line.strip()]
     text = live.output()
     assert f"First failure: {name} (pid" in text
@@ -109,7 +119,6 @@ def test_the_run_ends_by_name_when_it_cannot_go_on(start_run: Callable[..., Any]
 
 
 @pytest.mark.deep
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", range(20))
 def test_kills_at_random_points(start_run: Callable[..., Any], seed: int) -> None:
     rng = random.Random(seed)

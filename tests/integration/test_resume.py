@@ -13,7 +13,11 @@ from psrl.data.prepare.arithmetic import arithmetic
 from psrl.metrics.report import report
 from psrl.train.checkpoint_dir import Checkpoint, CheckpointDir
 
-BATCH, N, STEPS = 4, 4, 12
+pytestmark = pytest.mark.timeout(900)
+
+BATCH, N = 4, 4
+FURTHER = 8
+"""Steps from the checkpoint on."""
 
 COIN = '''
 import zlib
@@ -35,7 +39,6 @@ def settings(tmp_path: Path) -> list[str]:
         "algorithm.filter_groups.metric=score",
         "data.max_response_length=100",
         "data.shuffle=true",
-        f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=2",
         "trainer.max_actor_ckpt_to_keep=3",
     ]
@@ -47,27 +50,32 @@ def checkpoints(run_dir: Path) -> list[int]:
 
 
 def kill_after(live: Any, step: int) -> None:
-    """SIGKILL to the launcher once `step` is saved and at least one more is done."""
-    live.wait_for(lambda: step in checkpoints(live.run_dir), f"a checkpoint of step {step}")
-    live.wait_for(lambda: live.step() > step, f"a step after {step}")
+    """SIGKILL to the launcher of an endless run, once `step` or a later one is saved and at least one more is done."""
+    live.wait_for(lambda: max(checkpoints(live.run_dir), default=0) >= step, f"a checkpoint of step {step}")
+    saved = max(checkpoints(live.run_dir))
+    live.wait_for(lambda: live.step() > saved, f"a step after {saved}")
     live.processes()
     live.popen.kill()
-    live.end(10)
+    live.end()
     assert live.leftovers() == []
-    assert live.step() < STEPS, "the run was over before it could be killed"
+
+
+def until(num_steps: int) -> str:
+    return f"trainer.total_training_steps={num_steps}"
 
 
 def check_continued(live: Any, state: ControlState, num_old_metrics: int) -> None:
-    """The second start went on from `state`."""
+    """The second start went on from `state` for `FURTHER` steps."""
     run_dir, resumed_from = live.run_dir, state.version
+    num_steps = resumed_from + FURTHER
     found = report(run_dir, with_curves=False)
     assert found.ok, found.text()
-    assert found.summary.num_steps == STEPS
+    assert found.summary.num_steps == num_steps
     starts = [line for line in live.attempts() if line["kind"] == "start"]
     assert [start["resumed_from"] for start in starts] == [None, resumed_from]
 
     new = [line["training/global_step"] for line in live.metrics()[num_old_metrics:] if "training/global_step" in line]
-    assert new == list(range(resumed_from + 1, STEPS + 1))
+    assert new == list(range(resumed_from + 1, num_steps + 1))
 
     # The history that counts: what was written up to the snapshot, then the second attempt.
     raw = (run_dir / "trajectories.jsonl").read_bytes()
@@ -89,37 +97,36 @@ def check_continued(live: Any, state: ControlState, num_old_metrics: int) -> Non
     assert second == unfinished | set(range(state.num_drawn, len(ends)))
 
     outcomes = Counter(outcome for end in ends.values() for outcome, _ in end)
-    assert outcomes["trained"] == STEPS * BATCH, outcomes
+    assert outcomes["trained"] == num_steps * BATCH, outcomes
     assert set(outcomes) <= {"trained", "filtered", "in_flight"}
     steps = Counter(step for end in ends.values() for outcome, step in end if outcome == "trained")
-    assert steps == dict.fromkeys(range(STEPS), BATCH)
+    assert steps == dict.fromkeys(range(num_steps), BATCH)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_killed_synchronous_run_goes_on(start_run: Callable[..., Any], settings: list[str]) -> None:
-    live = start_run("run", *settings, "psrl.staleness=0")
+    live = start_run("run", *settings, "psrl.staleness=0", until(100_000))
     kill_after(live, 4)
-    state = ControlState.decode(
-        Checkpoint.open(live.run_dir / f"checkpoints/global_step_{checkpoints(live.run_dir)[0]}").control_state()
-    )
+    newest = checkpoints(live.run_dir)[0]
+    state = ControlState.decode(Checkpoint.open(live.run_dir / f"checkpoints/global_step_{newest}").control_state())
     num_old = len(live.metrics())
 
-    live = start_run("run", *settings, "psrl.staleness=0")
+    live = start_run("run", *settings, "psrl.staleness=0", until(newest + FURTHER))
     assert live.end() == 0, live.output()
     check_continued(live, state, num_old)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_killed_run_goes_on_whatever_happens_to_its_directory(
     start_run: Callable[..., Any], settings: list[str], tmp_path: Path
 ) -> None:
     settings = [*settings, "psrl.staleness=3"]
-    live = start_run("run", *settings)
+    live = start_run("run", *settings, until(100_000))
     kill_after(live, 4)
     run_dir: Path = live.run_dir
     newest, older = checkpoints(run_dir)[:2]
+    num_steps = older + FURTHER
+    settings = [*settings, until(num_steps)]
     num_old = len(live.metrics())
     state = ControlState.decode(Checkpoint.open(run_dir / f"checkpoints/global_step_{older}").control_state())
 
@@ -139,27 +146,27 @@ def test_a_killed_run_goes_on_whatever_happens_to_its_directory(
     check_continued(live, state, num_old)
     for checkpoint in CheckpointDir(run_dir / "checkpoints").complete()[:3]:
         checkpoint.verify()
-    assert checkpoints(run_dir)[:3] == [STEPS, STEPS - 2, STEPS - 4]
+    assert checkpoints(run_dir)[:3] == [num_steps, num_steps - 2, num_steps - 4]
 
     # All is done: another start does nothing.
     record = (run_dir / "attempts.jsonl").read_bytes()
     live = start_run("run", *settings)
     assert live.end() == 0
-    assert f"all {STEPS} steps of {run_dir} are done; nothing was started" in live.output()
+    assert f"all {num_steps} steps of {run_dir} are done; nothing was started" in live.output()
     assert (run_dir / "attempts.jsonl").read_bytes() == record
 
     # Starting anew leaves the old run whole, beside the new one.
-    live = start_run("run", *settings, "trainer.resume_mode=disable", "trainer.total_training_steps=2")
+    live = start_run("run", *settings, "trainer.resume_mode=disable", until(2))
     assert live.end() == 0, live.output()
     assert f"the run starts anew: what was in {run_dir} is in {run_dir}/previous-1 now" in live.output()
     new, old = report(run_dir, with_curves=False), report(run_dir / "previous-1", with_curves=False)
     assert new.ok, new.text()
     assert old.ok, old.text()
     assert (new.summary.num_steps, new.summary.num_attempts) == (2, 1)
-    assert (old.summary.num_steps, old.summary.num_attempts) == (STEPS, 2)
+    assert (old.summary.num_steps, old.summary.num_attempts) == (num_steps, 2)
 
     # So does going on from a checkpoint of another directory; the new record is of what was done here.
-    other = run_dir / f"previous-1/checkpoints/global_step_{STEPS - 2}"
+    other = run_dir / f"previous-1/checkpoints/global_step_{num_steps - 2}"
     live = start_run("run", *settings, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={other}")
     assert live.end() == 0, live.output()
     found = report(run_dir, with_curves=False)

@@ -33,10 +33,12 @@ from psrl.weights.manifest import Manifest
 from psrl.weights.publish import WeightPublisher
 from psrl.weights.store import WeightStore
 
+pytestmark = pytest.mark.timeout(600)
+
 MARK = 20  # the token of version 0
 LOADED = MARK - 1  # the token of the weights in the model's directory, which no version has
 BATCH, SIBLINGS, LENGTH = 4, 2, 200
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 DEEP = pytest.mark.deep
 
 

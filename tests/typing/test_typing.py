@@ -12,6 +12,7 @@ import psrl
 CASES = sorted((Path(__file__).parent / "cases").glob("*.py"))
 
 
+@pytest.mark.timeout(600)  # mypy without a cache
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
 def test_types(case: Path, tmp_path: Path) -> None:
     """`# R: T` expects a revealed type, `# E: text` an error that has the text; nothing else may be said."""
@@ -22,7 +23,7 @@ def test_types(case: Path, tmp_path: Path) -> None:
     }
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--no-error-summary", "--hide-error-context"]
     command += ["--cache-dir", str(tmp_path), "--follow-imports=silent", str(case)]
-    checked = subprocess.run(command, cwd=Path(psrl.__file__).parents[1], capture_output=True, text=True, timeout=110)
+    checked = subprocess.run(command, cwd=Path(psrl.__file__).parents[1], capture_output=True, text=True, timeout=540)
     assert checked.stderr == ""
     said = re.findall(r"^[^:]+:(\d+): (error|note): (.*)$", checked.stdout, re.M)
     left = set(expected)

@@ -13,8 +13,6 @@ from psrl.rollout.agent_loop import SingleTurn
 from psrl.rollout.gateway import RolloutGateway
 from psrl.rollout.reward_pool import SAMPLES_PER_WORKER, RewardPool
 from psrl.rollout.worker import AgentLoopWorker, WorkerSettings
-from psrl.transfer import QueueController, StorageActor, TransferQueue
-from psrl.transfer.segments import SegmentSource
 
 
 async def run(spec: RunSpec, name: str) -> None:
@@ -27,13 +25,7 @@ async def run(spec: RunSpec, name: str) -> None:
         address = UnixAddress(spec.head_socket)
         manager = await runtime.connect(PSManager, head.MANAGER, address, timeout_s=head.START_TIMEOUT_S)
         gateway = await runtime.connect(RolloutGateway, head.GATEWAY, address, timeout_s=head.START_TIMEOUT_S)
-        queue = await TransferQueue.connect(
-            runtime,
-            await runtime.connect(QueueController, head.CONTROLLER, address, timeout_s=head.START_TIMEOUT_S),
-            await runtime.connect(StorageActor, head.STORAGE, address, timeout_s=head.START_TIMEOUT_S),
-            SegmentSource(spec.segments_socket),
-            client=name,
-        )
+        queue = await head.connect_queue(runtime, spec, name)
         rewards = await asyncio.gather(
             *(
                 runtime.connect(

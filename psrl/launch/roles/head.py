@@ -11,14 +11,14 @@ from psrl.data import ChatTokenizer, PromptDataset, PromptFeed
 from psrl.errors import StorageError
 from psrl.launch.roles.failure import raise_when_failed
 from psrl.launch.roles.node import Node
-from psrl.launch.spec import QUEUE_SEGMENT, WEIGHTS_SEGMENT, RunSpec, is_own_checkpoint
+from psrl.launch.spec import WEIGHTS_SEGMENT, RunSpec, is_own_checkpoint
 from psrl.rollout.coordinator import RolloutCoordinator
 from psrl.rollout.gateway import RolloutGateway
 from psrl.rollout.messages import AbortTrajectories, VersionPublished
 from psrl.rollout.routing import policy_named
 from psrl.train.checkpoint_dir import Checkpoint
 from psrl.transfer import QueueController, StorageActor, TransferQueue
-from psrl.transfer.segments import SegmentSource
+from psrl.transfer.segments import QUEUE, SegmentSource
 from psrl.types import Epoch, GroupId, TrajectoryId, Version
 from psrl.weights.manifest import Manifest
 from psrl.weights.store import WeightStore
@@ -71,6 +71,18 @@ class HeadEffects:
         self._gateway_actor.ledger_changed()
 
 
+async def connect_queue(runtime: Runtime, spec: RunSpec, name: str) -> TransferQueue:
+    """The queue, for process `name` that runs `runtime`."""
+    address = UnixAddress(spec.head_socket)
+    return await TransferQueue.connect(
+        runtime,
+        await runtime.connect(QueueController, CONTROLLER, address, timeout_s=START_TIMEOUT_S),
+        await runtime.connect(StorageActor, STORAGE, address, timeout_s=START_TIMEOUT_S),
+        SegmentSource(spec.segments_socket),
+        client=name,
+    )
+
+
 async def run(spec: RunSpec, name: str) -> None:
     """Serve until told to stop."""
     config = spec.config
@@ -96,7 +108,7 @@ async def run(spec: RunSpec, name: str) -> None:
     weights = WeightStore.open(segments.fetch(WEIGHTS_SEGMENT))
     routing = config.psrl.rollout_coordination.routing_strategy
     async with Runtime(name, listen=UnixAddress(spec.head_socket)) as runtime:
-        storage = runtime.spawn(STORAGE, StorageActor(segments.fetch(QUEUE_SEGMENT)))
+        storage = runtime.spawn(STORAGE, StorageActor(segments.fetch(QUEUE)))
         controller = runtime.spawn(CONTROLLER, QueueController(storage))
         queue = await TransferQueue.connect(runtime, controller, storage, segments, client=name)
         effects = HeadEffects(weights, Manifest.decode(spec.manifest).hash, queue)

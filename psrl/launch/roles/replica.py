@@ -63,7 +63,7 @@ async def run(spec: RunSpec, name: str) -> None:
         socket_path="" if deployment.rollout_port else str(Path(spec.socket_dir) / f"{name}-{os.getpid()}.sock"),
         epoch=spec.epoch,
         min_version=spec.initial_version,
-        pull_timeout_s=config.psrl.sync.timeout_s,
+        pull_timeout_s=head.START_TIMEOUT_S,  # the first weights come when the trainer has loaded its model
     )
     async with Runtime(name) as runtime:
         coordinator = await runtime.connect(

@@ -18,7 +18,7 @@ from psrl.metrics import JsonlSink, MetricLogger, Sink, WandbSink
 from psrl.metrics.staleness import rollout_rates
 from psrl.train import fit
 from psrl.train.links import Head, TrainerLinks
-from psrl.transfer import BlockingTransferQueue, QueueController, StorageActor, TransferQueue
+from psrl.transfer import BlockingTransferQueue
 from psrl.transfer.segments import SegmentSource
 from psrl.weights.manifest import Manifest
 from psrl.weights.publish import WeightPublisher
@@ -51,30 +51,22 @@ class RunMetrics:
 def run(spec: RunSpec, name: str) -> None:
     """Train to the end of the run."""
     rank = spec.trainers.index(name)
-    address = UnixAddress(spec.head_socket)
     with ExitStack() as stack:
         blocking = stack.enter_context(BlockingRuntime(name))
-        links = blocking.call(_links(spec, name, blocking, address), head.START_TIMEOUT_S)
+        links = blocking.call(_links(spec, name, blocking), head.START_TIMEOUT_S)
         if rank == 0:
             metrics = stack.enter_context(MetricLogger(_sinks(spec)))
-            links = blocking.call(_with_head(spec, links, blocking, address, metrics), head.START_TIMEOUT_S)
+            links = blocking.call(_with_head(spec, links, blocking, metrics), head.START_TIMEOUT_S)
         fit.main(spec.config, links)
 
 
-async def _links(spec: RunSpec, name: str, blocking: BlockingRuntime, address: UnixAddress) -> TrainerLinks:
-    runtime = blocking.runtime
-    segments = SegmentSource(spec.segments_socket)
-    queue = await TransferQueue.connect(
-        runtime,
-        await runtime.connect(QueueController, head.CONTROLLER, address, timeout_s=head.START_TIMEOUT_S),
-        await runtime.connect(StorageActor, head.STORAGE, address, timeout_s=head.START_TIMEOUT_S),
-        segments,
-        client=name,
-    )
+async def _links(spec: RunSpec, name: str, blocking: BlockingRuntime) -> TrainerLinks:
+    queue = await head.connect_queue(blocking.runtime, spec, name)
+    store = WeightStore.open(SegmentSource(spec.segments_socket).fetch(WEIGHTS_SEGMENT))
     return TrainerLinks(
         calls=blocking,
         queue=BlockingTransferQueue(queue, blocking),
-        weights=WeightPublisher(WeightStore.open(segments.fetch(WEIGHTS_SEGMENT)), Manifest.decode(spec.manifest)),
+        weights=WeightPublisher(store, Manifest.decode(spec.manifest)),
         head=None,
         epoch=spec.epoch,
         total_steps=spec.total_steps,
@@ -84,10 +76,10 @@ async def _links(spec: RunSpec, name: str, blocking: BlockingRuntime, address: U
 
 
 async def _with_head(
-    spec: RunSpec, links: TrainerLinks, blocking: BlockingRuntime, address: UnixAddress, metrics: MetricLogger
+    spec: RunSpec, links: TrainerLinks, blocking: BlockingRuntime, metrics: MetricLogger
 ) -> TrainerLinks:
     """Rank 0 speaks for all ranks: control, metrics."""
-    runtime = blocking.runtime
+    runtime, address = blocking.runtime, UnixAddress(spec.head_socket)
     node = await runtime.connect(Node, head.NODE, address, timeout_s=head.START_TIMEOUT_S)
     return TrainerLinks(
         calls=links.calls,

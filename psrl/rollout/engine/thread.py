@@ -185,12 +185,12 @@ class EngineThread:
         started = time.perf_counter()
         try:
             num_bytes = self._engine.update(pulled, running)
-        except BaseException:
+        except BaseException:  # whatever it is goes to the caller; the lease goes back
             lease.close()
             raise
         try:
             lease.close()
-        except BaseException as error:
+        except BaseException as error:  # Revoked, or a bug: either way nobody vouches for what was copied
             self._engine.distrust_weights(f"weights of version {pulled.version} are void: {error}")
             logger.error("what was copied is void:\n%s", traceback.format_exc())
             raise

@@ -153,7 +153,7 @@ def cut_callers(runtime: Runtime) -> None:
         inbound.connection.abort("cut by the test")
 
 
-async def until(true: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not true():
             await asyncio.sleep(0.001)
@@ -163,7 +163,7 @@ async def serve(address: Address) -> None:
     async with Runtime("peer", listen=address, token=TOKEN, host_timeout_s=HOST_TIMEOUT_S) as runtime:
         runtime.spawn("counter", Counter())
         print(runtime.address.port if isinstance(runtime.address, TcpAddress) else "ready", flush=True)
-        await asyncio.sleep(60)
+        await asyncio.sleep(300)
 
 
 async def call(address: Address) -> None:

@@ -38,7 +38,7 @@ async def over_unix(actor: A, path: Path, **options: Any) -> AsyncIterator[A]:
         Runtime("here") as here,
     ):
         there.spawn("actor", actor, **options)
-        yield await here.connect(type(actor), "actor", address, timeout_s=5)
+        yield await here.connect(type(actor), "actor", address, timeout_s=30)
 
 
 @contextlib.asynccontextmanager

@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from actors_under_test import Add, Added, Break, Counter, Sleep, until
+from actors_under_test import Add, Added, Break, Counter, Occupy, Sleep, until
 
 import psrl
 from psrl.actor import BlockingRuntime, Runtime, UnixAddress, run, within
@@ -56,7 +57,7 @@ async def test_a_failed_actor_can_be_spawned_again_under_its_name() -> None:
 
     async with Runtime("here") as runtime:
         runtime.spawn("counter", Short())
-        assert (await asyncio.wait_for(runtime.wait_failed(), 5)).actor == "counter"
+        assert (await asyncio.wait_for(runtime.wait_failed(), 30)).actor == "counter"
         assert await runtime.spawn("counter", Counter()).add(Add(1)) == Added(1)
 
 
@@ -69,6 +70,7 @@ async def test_a_task_that_will_not_end_is_named_and_closing_goes_on(caplog) -> 
             await super().started()
 
         async def cling(self) -> None:
+            self.events.append("clings")
             while not release.is_set():
                 try:
                     await release.wait()
@@ -77,15 +79,14 @@ async def test_a_task_that_will_not_end_is_named_and_closing_goes_on(caplog) -> 
 
     runtime = Runtime("here")
     await runtime.__aenter__()
-    other = Counter()
+    other, stubborn = Counter(), Stubborn()
     runtime.spawn("other", other)
-    stubborn = Stubborn()
     runtime.spawn("stubborn", stubborn)
-    await until(lambda: other.events == ["started"] and bool(stubborn.events))
+    await until(lambda: other.events == ["started"] and "clings" in stubborn.events)
     await runtime.close(timeout_s=0.1)
     assert "actor stubborn did not stop in" in caplog.text
     assert "stubborn/clinging" in caplog.text
-    assert other.events == ["started", "stopped"]
+    await until(lambda: other.events == ["started", "stopped"])
     release.set()
     await until(lambda: len(asyncio.all_tasks()) == 1)
 
@@ -103,20 +104,20 @@ async def test_an_error_in_stopped_is_logged_and_closing_goes_on(caplog) -> None
 
 
 def test_a_blocking_runtime_answers_while_its_thread_computes(tmp_path: Path) -> None:
-    address = UnixAddress(str(tmp_path / "s"))
+    address, counter = UnixAddress(str(tmp_path / "s")), Counter()
     with BlockingRuntime("trainer", listen=address) as blocking:
 
         async def spawn() -> Counter:
-            return blocking.runtime.spawn("counter", Counter())
+            return blocking.runtime.spawn("counter", counter)
 
-        ref = blocking.call(spawn(), timeout_s=5)
-        assert blocking.call(ref.add(Add(2)), timeout_s=5) == Added(2)
+        ref = blocking.call(spawn(), timeout_s=30)
+        assert blocking.call(ref.add(Add(2)), timeout_s=30) == Added(2)
         with pytest.raises(RemoteError, match="boom"):
-            blocking.call(ref.break_it(Break("boom")), timeout_s=5)
+            blocking.call(ref.break_it(Break("boom")), timeout_s=30)
         with pytest.raises(CallTimeout, match="no result on runtime trainer within"):
             blocking.call(ref.sleep(Sleep(60)), timeout_s=0.05)
         with pytest.raises(CallTimeout, match=r"counter\.sleep did not answer"):
-            blocking.call(within(ref, 0.05).sleep(Sleep(60)), timeout_s=5)
+            blocking.call(within(ref, 0.05).sleep(Sleep(60)), timeout_s=30)
 
         async def ask_from_elsewhere() -> Added:
             async with Runtime("elsewhere") as elsewhere:
@@ -128,19 +129,25 @@ def test_a_blocking_runtime_answers_while_its_thread_computes(tmp_path: Path) ->
         assert run(ask_from_elsewhere()) == Added(3)  # this thread's own loop; the runtime answers on its own
 
         async def call_itself() -> None:
-            blocking.call(ref.add(Add(1)), timeout_s=5)
+            blocking.call(ref.add(Add(1)), timeout_s=30)
 
         with pytest.raises(RuntimeError, match="would wait for its own thread"):
-            blocking.call(call_itself(), timeout_s=5)
-        timer = threading.Timer(0.05, blocking.close)
-        timer.start()
+            blocking.call(call_itself(), timeout_s=30)
+
+        def close_during_the_call() -> None:
+            while counter.total == 3:
+                time.sleep(0.001)
+            blocking.close()
+
+        closing = threading.Thread(target=close_during_the_call, daemon=True)
+        closing.start()
         with pytest.raises(ActorDied, match="runtime trainer closed"):
-            blocking.call(ref.sleep(Sleep(60)), timeout_s=30)
-        timer.join()
+            blocking.call(ref.occupy(Occupy(wait=True)), timeout_s=60)
+        closing.join()
     assert not [thread for thread in threading.enumerate() if thread.name == "runtime trainer"]
     assert not (tmp_path / "s").exists()
     with pytest.raises(ActorDied, match="does not run"):
-        blocking.call(ref.add(Add(1)), timeout_s=5)
+        blocking.call(ref.add(Add(1)), timeout_s=30)
 
 
 def test_a_blocking_runtime_that_cannot_start_says_why(tmp_path: Path) -> None:
@@ -158,23 +165,23 @@ from actors_under_test import Add, Counter
 with BlockingRuntime("parent") as blocking:
     async def spawn():
         return blocking.runtime.spawn("counter", Counter())
-    ref = blocking.call(spawn(), 5)
+    ref = blocking.call(spawn(), 30)
     child = os.fork()
     if child == 0:
         try:
-            blocking.call(ref.add(Add(1)), 5)
+            blocking.call(ref.add(Add(1)), 30)
         except ActorDied:
             os._exit(7)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    print(blocking.call(ref.add(Add(1)), 5).total)
+    print(blocking.call(ref.add(Add(1)), 30).total)
 """
 
 
 def test_a_forked_child_is_told_at_once() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(psrl.__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", FORKED, str(Path(__file__).parent)], env=environment, capture_output=True, timeout=60
+        [sys.executable, "-c", FORKED, str(Path(__file__).parent)], env=environment, capture_output=True, timeout=110
     )
     assert (done.returncode, done.stdout) == (0, b"1\n"), done.stderr
 
@@ -182,4 +189,4 @@ def test_a_forked_child_is_told_at_once() -> None:
 def test_importing_brings_neither_torch_nor_uvloop() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(psrl.__file__).parents[1])}
     program = "import psrl.actor, sys; assert not {'torch', 'uvloop', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=110)

@@ -94,7 +94,7 @@ async def test_another_user_is_turned_away(open_directory: Path) -> None:
             f"import socket; s = socket.socket(socket.AF_UNIX); s.connect({str(open_directory / 's')!r}); s.recv(1)"
         )
         tried = await asyncio.to_thread(
-            subprocess.run, [OTHER_PYTHON, "-c", program], user=65534, capture_output=True, timeout=20
+            subprocess.run, [OTHER_PYTHON, "-I", "-c", program], user=65534, cwd="/", capture_output=True, timeout=60
         )
         assert tried.returncode == 0, tried.stderr  # it got as far as being closed on
         assert there._inbound == set()
@@ -131,7 +131,7 @@ async def test_nonsense_closes_its_own_connection_only(tmp_path: Path, what: str
         ref = await here.connect(Counter, "counter", address_in(tmp_path))
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
         writer.write(NONSENSE[what])
-        answer = await asyncio.wait_for(reader.read(), 10)  # until it is closed
+        answer = await asyncio.wait_for(reader.read(), 30)  # until it is closed
         assert b"bye" in answer
         assert b"WireError" in answer
         writer.close()
@@ -177,7 +177,7 @@ async def test_a_malformed_message_fails_its_call_only(tmp_path: Path) -> None:
         frames, decoder = wire.Frames(2**20), wire.Codec().responses
         answers: list[object] = []
         while len(answers) < 5:
-            answers += [decoder.decode(found) for found in frames.feed(await asyncio.wait_for(reader.read(65536), 10))]
+            answers += [decoder.decode(found) for found in frames.feed(await asyncio.wait_for(reader.read(65536), 30))]
         kinds = {answer.id: (answer.kind, answer.text) for answer in answers[1:]}
         assert kinds[1][0] == "WireError"
         assert "counter.add got a malformed Add" in kinds[1][1]
@@ -212,6 +212,6 @@ async def test_a_caller_that_does_not_read_is_read_no_further(tmp_path: Path, at
         reader._transport.resume_reading()
         frames, num_answers = wire.Frames(2**20), 0
         while num_answers < 1 + num_calls:
-            num_answers += len(frames.feed(await asyncio.wait_for(reader.read(2**20), 10)))
+            num_answers += len(frames.feed(await asyncio.wait_for(reader.read(2**20), 30)))
         assert counter.num_large == num_calls
         writer.close()

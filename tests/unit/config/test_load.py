@@ -315,10 +315,10 @@ def test_nearest_prefers_the_section_that_was_meant() -> None:
 
 def test_importing_config_is_light() -> None:
     code = "import sys, psrl.config; print([m for m in ('torch','transformers','hydra','numpy') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=110)
     assert out.stdout.strip() == "[]"
     code = "import sys; from psrl.config import load; load('quickstart'); print('torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=110)
     assert out.stdout.strip() == "False"
 
 

@@ -52,6 +52,7 @@ def test_the_quickstart_has_no_contradiction() -> None:
         (["reward.active_managers=[dapo,prime]"], ["prime", "dapo, naive"]),
         (["data.reward_model_dicts.0.reward_loop_type=naive"], ["naive", "['dapo']"]),
         (["data.reward_model_dicts.0.reward_fn=mine"], ["reward_fn=mine", "default"]),
+        (["reward.managers.dapo.reward_kwargs.gsm8k_method=loose"], ["loose is not known", "strict or flexible"]),
         (["data.reward_model_dicts=[]"], ["nothing would be scored"]),
         (["data.train_max_samples=20"], ["=20", "32"]),
         (["data.train_files=[]"], ["data.train_files is empty"]),

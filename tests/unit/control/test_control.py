@@ -449,6 +449,21 @@ def test_validation_rounds_do_not_share_keys_and_survive_a_lost_worker() -> None
     assert must_poll(control).offer == 2
 
 
+def test_validation_with_tokens_of_another_version_is_not_scored() -> None:
+    control = make()
+    step(control)
+    control.start_validation(Version(1))
+    offers = [must_poll(control) for _ in range(3)]
+    assert reserve(control, ids(offers[0])[0], 1) == Reserved(-1)
+    completed = control.complete(completion(ids(offers[0])[0], 1, 0))
+    assert (completed.kept, completed.reason) == (False, "tokens of version 0, validation is pinned to 1")
+    for offer in offers[1:]:
+        assert run_group(control, offer, 1).kept
+    done = control.validation_result(Version(1))
+    assert done is not None
+    assert (done.num_failed, {sample.group for sample in done.samples}) == (1, {1, 2})
+
+
 def test_validation_of_another_version_is_refused() -> None:
     control = make()
     with pytest.raises(IllegalMove):

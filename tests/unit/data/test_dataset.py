@@ -1,6 +1,7 @@
 """Reading prompts: what comes out, and how each fault in a file is named."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,16 +260,20 @@ def test_invalid_utf8_is_named(tokenizer: ChatTokenizer, make_row: Make, setting
         assert f"{path} row 2 column {column}: not valid UTF-8" in str(caught.value)
 
 
+def with_template(tokenizer_dir: Path, copy: Path, template: str) -> Path:
+    shutil.copytree(tokenizer_dir, copy)
+    (copy / "chat_template.jinja").write_text(template)
+    return copy
+
+
 def test_a_template_that_refuses_names_the_row(
     tokenizer_dir: Path, make_row: Make, write: Write, settings: Settings, tmp_path: Path
 ) -> None:
-    strict = tmp_path / "strict"
-    strict.mkdir()
-    for file in tokenizer_dir.iterdir():
-        (strict / file.name).write_bytes(file.read_bytes())
-    (strict / "chat_template.jinja").write_text(
+    strict = with_template(
+        tokenizer_dir,
+        tmp_path / "strict",
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-        "{{ m.content }}{% endfor %}"
+        "{{ m.content }}{% endfor %}",
     )
     path = write([make_row(), make_row(prompt=[{"role": "system", "content": "1"}])])
     for filtering in (False, True):
@@ -280,10 +285,6 @@ def test_a_template_that_refuses_names_the_row(
 def test_a_prompt_without_tokens_is_refused(
     tokenizer_dir: Path, make_row: Make, write: Write, settings: Settings, tmp_path: Path
 ) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for file in tokenizer_dir.iterdir():
-        (bare / file.name).write_bytes(file.read_bytes())
-    (bare / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    bare = with_template(tokenizer_dir, tmp_path / "bare", "{{ messages[0].content }}")
     with pytest.raises(DataError, match="row 0 column prompt: the prompt has no tokens"):
         PromptDataset.load(write([make_row("")]), settings(), ChatTokenizer.load(bare))

@@ -31,6 +31,7 @@ def test_smollm2_refuses_an_unknown_dtype(tmp_path: Path) -> None:
         smollm2(tmp_path, dtype="int4")
 
 
+@pytest.mark.timeout(900)  # the model may be made first
 def test_smollm2_speaks(smollm2_dir: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM

@@ -26,7 +26,7 @@ def shell(line: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run bash's `line` with the interpreter as $0 and `arguments`; the status of its first command."""
     return subprocess.run(
         ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}", sys.executable, *arguments],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=110,
         env={**os.environ, "PYTHONPATH": str(Path(psrl.__file__).parents[1])},
     )  # fmt: skip
 

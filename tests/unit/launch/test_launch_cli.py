@@ -18,7 +18,7 @@ ROOT = Path(psrl.__file__).parents[1]
 def launch(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "psrl.launch.cli", *arguments],
-        capture_output=True, text=True, timeout=60, cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=110, cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
 

@@ -47,9 +47,9 @@ def test_a_folder_for_sockets_with_too_long_a_path_is_named(tmp_path: Path, monk
 
 
 def test_free_ports_are_different_and_free() -> None:
-    ports = free_ports(20)
-    assert len(set(ports)) == 20
-    assert all(port_problem(port) is None for port in ports)
+    assert len(set(free_ports(20))) == 20
+    # Free a moment ago: others of this machine may have taken one since, but hardly so every time.
+    assert any(all(port_problem(port) is None for port in free_ports(20)) for _ in range(5))
 
 
 @pytest.mark.parametrize("keys", [["rollout_port"], ["master_port"], ["rollout_port", "master_port"]])
@@ -114,10 +114,11 @@ def test_more_threads_than_cpus_are_refused() -> None:
 
 
 def test_too_few_open_files_are_refused_with_the_remedy() -> None:
+    asked = config()  # files are read here: this process may have 64 open already
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:
-        (problem,) = descriptor_problems(config())
+        (problem,) = descriptor_problems(asked)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "ulimit -n" in problem

@@ -105,7 +105,19 @@ def test_answers_of_functions() -> None:
     assert judged({"score": -1, "acc": False, "pred": "7", "steps": 3, "bad": float("inf"), 5: 1}) == Judged(
         -1.0, {"acc": 0.0, "steps": 3.0}
     )
-    for answer in (None, "1", b"1", float("nan"), [1.0], {}, {"acc": 1}, {"score": None}, 1j):
+    for answer in (
+        None,
+        "1",
+        b"1",
+        float("nan"),
+        [1.0],
+        {},
+        {"acc": 1},
+        {"score": None},
+        1j,
+        {"score": 1, "acc": float("nan")},
+        {"score": 1, "acc": "yes"},
+    ):
         with pytest.raises(BadScore):
             judged(answer)
 

@@ -1,5 +1,6 @@
 """Tiny random models of two architectures, and ways to drive an engine to the end of its work."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from psrl.rollout.engine.base import EngineDelta, EngineRequest
+from psrl.rollout.engine.torch_engine import TorchEngine
 from psrl.types import Epoch, FinishReason, SamplingParams, Version
 
 VOCABULARY = 115
@@ -42,6 +44,17 @@ class Answers(dict[str, Answer]):
     def take(self, deltas: list[EngineDelta]) -> None:
         for delta in deltas:
             self.setdefault(delta.request_id, Answer()).take(delta)
+
+
+class Paced(TorchEngine):
+    """Makes no more than about `limit` tokens in all, so that requests still run when a test acts, however late that
+    is. Who raises the limit must also send the engine's thread a command: it sleeps while there is nothing to do.
+    """
+
+    limit = math.inf
+
+    def has_work(self) -> bool:
+        return super().has_work() and self.load().num_generated_tokens < self.limit
 
 
 class Pulled(msgspec.Struct, frozen=True):
@@ -84,6 +97,11 @@ def run() -> Callable[..., Answers]:
 @pytest.fixture
 def pulled() -> type[Pulled]:
     return Pulled
+
+
+@pytest.fixture
+def paced() -> type[Paced]:
+    return Paced
 
 
 @pytest.fixture

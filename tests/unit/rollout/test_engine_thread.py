@@ -1,3 +1,4 @@
+import math
 import random
 import threading
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ from psrl.rollout.engine.thread import MAX_FAILED_STEPS, EngineThread
 from psrl.rollout.engine.torch_engine import TorchEngine, TorchEngineSettings
 from psrl.types import FinishReason
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 
 
 class Collector:
@@ -80,12 +81,17 @@ def test_aborts_around_a_pause_give_one_end_each(start: Any, request_of: Any) ->
         assert answer.reasons in ([FinishReason.ABORT], [FinishReason.LENGTH])
 
 
-def test_nothing_is_made_in_a_pause_but_aborts_are_served(start: Any, request_of: Any) -> None:
-    thread, sink = start()
+def test_nothing_is_made_in_a_pause_but_aborts_are_served(
+    start: Any, build_model: Any, paced: Any, request_of: Any
+) -> None:
+    engine = paced(build_model("llama"), TorchEngineSettings(max_model_len=256, max_num_seqs=16))
+    engine.limit = 100
+    thread, sink = start(engine)
     for i in range(4):
         thread.submit(request_of(str(i), [1, 2], max_new_tokens=200))
     sink.wait_tokens()
     before = thread.pause().result(LIMIT_S)
+    engine.limit = math.inf  # from here on it is the pause alone that holds it
     assert thread.pause().result(LIMIT_S) == before  # again, without harm
     thread.abort(["0"])
     assert sink.wait_ended(1)["0"].reasons == [FinishReason.ABORT]
@@ -163,8 +169,10 @@ def test_an_engine_that_fails_every_step_says_so_once(build_model: Any, request_
 
     thread = EngineThread(engine, sink, failed)
     thread.start()
+    thread.pause().result(LIMIT_S)
     for i in range(2 * MAX_FAILED_STEPS + 1):
         thread.submit(request_of(str(i), [1, 2], max_new_tokens=5))
+    thread.resume().result(LIMIT_S)
     assert told.wait(LIMIT_S)
     sink.wait_ended(2 * MAX_FAILED_STEPS + 1)
     thread.close(LIMIT_S)

@@ -23,6 +23,7 @@ from psrl.rollout.messages import (
     GetRolloutView,
     RegisterReplica,
     ReplicaLost,
+    RolloutView,
     VersionPublished,
 )
 from psrl.rollout.replica import ReplicaSettings, serve_replica
@@ -31,13 +32,16 @@ from psrl.types import Epoch, FinishReason, Purpose, SamplingParams, TrajectoryI
 
 ROLLOUT_N = 2
 BATCH = 4
+LIMIT_S = 60.0
 
 
 class Counting:
-    """An engine without a model: token i of a response is i, one token a step, slower the larger `step_s` is."""
+    """An engine without a model: token i of a response is i, one token a step. A response stands still at `hold_at`
+    tokens, until a test takes that away: so that it still runs when the test acts, however late that is.
+    """
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+    def __init__(self, hold_at: int | None = None) -> None:
+        self.hold_at = hold_at
         self._version = Version(0)
         self._running: dict[str, tuple[EngineRequest, int]] = {}
         self._deltas: list[EngineDelta] = []
@@ -60,8 +64,11 @@ class Counting:
         return bool(self._running)
 
     def step(self) -> None:
-        time.sleep(self._step_s)
+        time.sleep(0.001)
+        hold_at = self.hold_at
         for name, (request, made) in list(self._running.items()):
+            if request.num_prefix + made == hold_at:
+                continue
             ended = made + 1 == request.sampling.max_new_tokens
             token = request.num_prefix + made
             reason = FinishReason.LENGTH if ended else None
@@ -119,26 +126,28 @@ class System:
                 check_interval_s=0.02,
                 partial_rollout=True,
                 running="recompute",
-                sync_timeout_s=10.0,
+                sync_timeout_s=LIMIT_S,
             ),
         )
         self.servers: dict[str, asyncio.Task[None]] = {}
+        self.engines: dict[str, Counting] = {}
 
-    async def serve(self, name: str, *, step_s: float = 0.001, max_num_seqs: int = 64, port: int = 0) -> str:
+    async def serve(self, name: str, *, hold_at: int | None = None, max_num_seqs: int = 64, port: int = 0) -> str:
         """Run a server that nobody knows of yet; its address."""
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         async def on_ready(address: str, load: EngineLoad) -> None:
             ready.set_result(address)
 
+        engine = self.engines[name] = Counting(hold_at)
         settings = ReplicaSettings(name=name, model_path="", max_model_len=4096, max_num_seqs=max_num_seqs, port=port)
         self.servers[name] = asyncio.create_task(
-            serve_replica(settings, Newest(), on_ready, make_engine=lambda _: Counting(step_s))  # type: ignore[arg-type]
+            serve_replica(settings, Newest(), on_ready, make_engine=lambda _: engine)  # type: ignore[arg-type]
         )
-        return await asyncio.wait_for(ready, 10)
+        return await asyncio.wait_for(ready, LIMIT_S)
 
-    async def add_replica(self, name: str, *, step_s: float = 0.001, max_num_seqs: int = 64) -> str:
-        address = await self.serve(name, step_s=step_s, max_num_seqs=max_num_seqs)
+    async def add_replica(self, name: str, *, hold_at: int | None = None, max_num_seqs: int = 64) -> str:
+        address = await self.serve(name, hold_at=hold_at, max_num_seqs=max_num_seqs)
         await self.coordinator.register_replica(
             RegisterReplica(Epoch(0), name, address, Version(0), max_num_seqs=max_num_seqs)
         )
@@ -158,8 +167,23 @@ class System:
         await self.stop_server(name)
         await self.coordinator.replica_lost(ReplicaLost(name, "killed"))
 
+    async def view(self) -> RolloutView:
+        return await self.gateway.get_rollout_view(GetRolloutView())
+
+    async def wait_tokens(self, num_tokens: int) -> None:
+        async def there() -> bool:
+            return (await self.view()).num_generated_tokens >= num_tokens
+
+        await until(there)
+
+    async def wait_waiting(self, num_waiting: int) -> None:
+        async def there() -> bool:
+            return (await self.view()).num_waiting == num_waiting
+
+        await until(there)
+
     async def offer(self) -> GroupOffer:
-        offer = await self.manager.next_group(NextGroup("agent-0", wait_s=5.0))
+        offer = await self.manager.next_group(NextGroup("agent-0", wait_s=20.0))
         assert isinstance(offer, GroupOffer)
         return offer
 
@@ -200,8 +224,8 @@ async def system(tmp_path: Path, *, staleness: int = 1) -> AsyncIterator[System]
 
 
 async def until(check: Callable[[], Awaitable[bool]]) -> None:
-    """Wait for a condition, at most ten seconds."""
-    async with asyncio.timeout(10):
+    """Wait for a condition."""
+    async with asyncio.timeout(LIMIT_S):
         while not await check():
             await asyncio.sleep(0.01)
 
@@ -227,8 +251,7 @@ async def test_requests_wait_for_the_first_replica_and_spread_over_two(tmp_path:
             for offer in offers
             for trajectory in siblings(offer)
         ]
-        await asyncio.sleep(0.05)
-        assert (await made.gateway.get_rollout_view(GetRolloutView())).num_waiting == 8
+        await made.wait_waiting(8)
         await asyncio.gather(made.add_replica("replica-0"), made.add_replica("replica-1"))
         used = {span.replica for result in await asyncio.gather(*running) for span in result.spans}
         assert used <= {"replica-0", "replica-1"}
@@ -236,64 +259,58 @@ async def test_requests_wait_for_the_first_replica_and_spread_over_two(tmp_path:
 
 async def test_what_was_streamed_is_kept_when_a_replica_dies(tmp_path: Path) -> None:
     async with system(tmp_path) as made:
-        await made.add_replica("replica-0", step_s=0.01)
+        await made.add_replica("replica-0", hold_at=20)
         await made.publish(0)
         (first, _) = siblings(await made.offer())
         running = asyncio.create_task(made.generate(first, num_tokens=200))
-
-        async def some_tokens() -> bool:
-            return (await made.gateway.get_rollout_view(GetRolloutView())).num_generated_tokens >= 20
-
-        await until(some_tokens)
+        await made.wait_tokens(20)
         await made.add_replica("replica-1")
         await made.end_replica("replica-0")
-        result = await asyncio.wait_for(running, 20)
+        result = await asyncio.wait_for(running, LIMIT_S)
         assert tokens(result) == list(range(200))
         assert len(result.log_probs) == 4 * 200
-        assert [span.replica for span in result.spans] == ["replica-0", "replica-1"]
-        assert sum(span.num_tokens for span in result.spans) == 200
+        assert [(span.replica, span.num_tokens) for span in result.spans] == [("replica-0", 20), ("replica-1", 180)]
         assert result.num_dispatches >= 2
 
 
 async def test_a_replica_whose_stream_broke_is_routed_to_again_when_it_answers(tmp_path: Path) -> None:
     async with system(tmp_path) as made:
-        address = await made.add_replica("replica-0", step_s=0.01)
+        address = await made.add_replica("replica-0", hold_at=20)
         await made.publish(0)
         (first, second) = siblings(await made.offer())
-        running = asyncio.create_task(made.generate(first, num_tokens=400))
-
-        async def some_tokens() -> bool:
-            return (await made.gateway.get_rollout_view(GetRolloutView())).num_generated_tokens >= 20
+        running = asyncio.create_task(made.generate(first, num_tokens=100))
 
         async def held_back() -> bool:
-            view = await made.gateway.get_rollout_view(GetRolloutView())
+            view = await made.view()
             return view.num_waiting == 1 and not view.replicas[0].accepting
 
-        await until(some_tokens)
+        await made.wait_tokens(20)
         await made.stop_server("replica-0")  # nobody says that it is lost
         await until(held_back)
         assert await made.serve("replica-0", port=int(address.rpartition(":")[2])) == address
-        result = await asyncio.wait_for(running, 20)
-        assert tokens(result) == list(range(400))
+        result = await asyncio.wait_for(running, LIMIT_S)
+        assert tokens(result) == list(range(100))
         assert result.num_dispatches >= 2
-        assert tokens(await asyncio.wait_for(made.generate(second), 10)) == list(range(8))
+        assert tokens(await asyncio.wait_for(made.generate(second), LIMIT_S)) == list(range(8))
 
 
 async def test_a_sync_interrupts_nobody_and_later_tokens_carry_the_new_version(tmp_path: Path) -> None:
     async with system(tmp_path, staleness=3) as made:
-        await made.add_replica("replica-0", step_s=0.005)
+        await made.add_replica("replica-0", hold_at=20)
         await made.publish(0)
         (first, _) = siblings(await made.offer())
         running = asyncio.create_task(made.generate(first, num_tokens=200))
-
-        async def some_tokens() -> bool:
-            return (await made.gateway.get_rollout_view(GetRolloutView())).num_generated_tokens >= 20
-
-        await until(some_tokens)
+        await made.wait_tokens(20)
         await made.coordinator.version_published(VersionPublished(Epoch(0), Version(1), 0))
-        result = await asyncio.wait_for(running, 20)
+
+        async def synced() -> bool:
+            return (await made.view()).replicas[0].version == 1
+
+        await until(synced)
+        made.engines["replica-0"].hold_at = None
+        result = await asyncio.wait_for(running, LIMIT_S)
         assert tokens(result) == list(range(200))
-        assert [span.version for span in result.spans] == [0, 1]
+        assert [(span.version, span.num_tokens) for span in result.spans] == [(0, 20), (1, 180)]
         assert result.num_dispatches == 1
 
 
@@ -305,7 +322,7 @@ async def test_an_offer_that_was_never_made_is_turned_away(tmp_path: Path) -> No
         for offer in offers:
             await asyncio.gather(*(made.generate(trajectory) for trajectory in siblings(offer)))
         stranger = asyncio.create_task(made.generate(TrajectoryId(offers[0].prompt.group, 0, 7)))
-        result = await asyncio.wait_for(stranger, 10)
+        result = await asyncio.wait_for(stranger, LIMIT_S)
         assert result.finish_reason is FinishReason.ABORT  # an offer that PSManager never made
 
 
@@ -317,10 +334,10 @@ async def test_a_pinned_request_waits_for_its_version(tmp_path: Path) -> None:
             await made.manager.start_validation(StartValidation(Epoch(0), Version(3)))
         trajectory = TrajectoryId((await made.offer()).prompt.group, 0, 0, Purpose.TRAIN)
         waiting = asyncio.create_task(made.generate(trajectory, pinned=Version(2)))
+        await made.wait_waiting(1)
+        assert (await made.view()).pinned_waiting == (2,)
         await asyncio.sleep(0.1)
         assert not waiting.done()
-        view = await made.gateway.get_rollout_view(GetRolloutView())
-        assert view.pinned_waiting == (2,)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
 
@@ -330,27 +347,23 @@ async def test_aborts_end_waiting_and_running_requests_exactly_once(tmp_path: Pa
         await made.publish(0)
         (first, second) = siblings(await made.offer())
         waiting = asyncio.create_task(made.generate(first, num_tokens=4000))
-        await asyncio.sleep(0.02)
+        await made.wait_waiting(1)
         await made.gateway.abort_trajectories(AbortTrajectories((first,), "no longer wanted"))
-        result = await asyncio.wait_for(waiting, 5)
+        result = await asyncio.wait_for(waiting, LIMIT_S)
         assert (result.finish_reason, result.error) == (FinishReason.ABORT, "no longer wanted")
 
-        await made.add_replica("replica-0", step_s=0.005)
+        await made.add_replica("replica-0", hold_at=5)
         running = asyncio.create_task(made.generate(second, num_tokens=4000))
-
-        async def some_tokens() -> bool:
-            return (await made.gateway.get_rollout_view(GetRolloutView())).num_generated_tokens >= 5
-
-        await until(some_tokens)
+        await made.wait_tokens(5)
         await made.gateway.abort_trajectories(AbortTrajectories((second, first), "enough"))
-        result = await asyncio.wait_for(running, 5)
+        result = await asyncio.wait_for(running, LIMIT_S)
         assert result.finish_reason is FinishReason.ABORT
-        assert tokens(result) == list(range(len(tokens(result))))
+        assert tokens(result) == list(range(5))
 
 
 async def test_cancelled_requests_leave_no_trace(tmp_path: Path) -> None:
     async with system(tmp_path) as made:
-        await made.add_replica("replica-0", step_s=0.001, max_num_seqs=4)
+        await made.add_replica("replica-0", max_num_seqs=4)
         await made.publish(0)
         trajectories = siblings(await made.offer())
         for round_number in range(60):
@@ -361,27 +374,25 @@ async def test_cancelled_requests_leave_no_trace(tmp_path: Path) -> None:
             await asyncio.gather(*running, return_exceptions=True)
 
         async def all_gone() -> bool:
-            view = await made.gateway.get_rollout_view(GetRolloutView())
+            view = await made.view()
             return view.num_waiting == 0 and all(replica.num_running == 0 for replica in view.replicas)
 
         await until(all_gone)
-        result = await asyncio.wait_for(made.generate(trajectories[0]), 10)
+        result = await asyncio.wait_for(made.generate(trajectories[0]), LIMIT_S)
         assert tokens(result) == list(range(8))
 
 
 async def test_requests_beyond_the_limit_wait_in_the_gateway_not_in_the_engine(tmp_path: Path) -> None:
     async with system(tmp_path) as made:
-        await made.add_replica("replica-0", max_num_seqs=8)
+        await made.add_replica("replica-0", hold_at=10, max_num_seqs=8)
         await made.publish(0)
         offers = [await made.offer() for _ in range(2 * BATCH)]
         trajectories = [trajectory for offer in offers for trajectory in siblings(offer)]
         running = [asyncio.create_task(made.generate(trajectory, num_tokens=30)) for trajectory in trajectories]
 
-        async def busy() -> bool:
-            view = await made.gateway.get_rollout_view(GetRolloutView())
-            assert all(replica.num_running <= 8 for replica in view.replicas)
-            return bool(view.replicas) and view.replicas[0].num_running == 8
-
-        await until(busy)
-        results = await asyncio.wait_for(asyncio.gather(*running), 30)
+        await made.wait_tokens(8 * 10)
+        view = await made.view()
+        assert (view.replicas[0].num_running, view.num_waiting) == (8, 8)
+        made.engines["replica-0"].hold_at = None
+        results = await asyncio.wait_for(asyncio.gather(*running), LIMIT_S)
         assert all(tokens(result) == list(range(30)) for result in results)

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -17,10 +19,12 @@ import pytest
 
 from psrl.errors import ActorDied, CallTimeout, ConfigError, EngineError, RemoteError, Revoked
 from psrl.rollout import replica_pb2 as pb
+from psrl.rollout.engine.torch_engine import TorchEngineSettings
 from psrl.rollout.replica import ReplicaSettings, serve_replica
 from psrl.rollout.replica_client import ReplicaClient
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
+AT_ONCE_S = 20.0  # less than pings take to find a peer that vanished
 
 
 class Source:
@@ -66,8 +70,13 @@ class Source:
 
 
 class Served:
-    def __init__(self, client: ReplicaClient, source: Source, address: str) -> None:
-        self.client, self.source, self.address = client, source, address
+    def __init__(self, client: ReplicaClient, source: Source, address: str, engine: Any) -> None:
+        self.client, self.source, self.address, self.engine = client, source, address, engine
+
+    async def wait_running(self) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not (await self.client.load()).num_running:
+                await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -77,9 +86,19 @@ def model_dir(build_model: Any, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def serve(model_dir: Path, marked_weights: Any, pulled: Any) -> Any:
+def serve(model_dir: Path, marked_weights: Any, pulled: Any, paced: Any) -> Any:
+    """serve(limit=..., **settings): a replica whose engine stands still after about so many tokens."""
+
     @asynccontextmanager
-    async def serving(**changes: Any) -> AsyncIterator[Served]:
+    async def serving(*, limit: float = math.inf, **changes: Any) -> AsyncIterator[Served]:
+        engines = []
+
+        def make_engine(settings: ReplicaSettings) -> Any:
+            sizes = TorchEngineSettings(max_model_len=settings.max_model_len, max_num_seqs=settings.max_num_seqs)
+            engines.append(paced.from_pretrained(settings.model_path, sizes))
+            engines[0].limit = limit
+            return engines[0]
+
         source = Source(marked_weights, pulled)
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -89,14 +108,14 @@ def serve(model_dir: Path, marked_weights: Any, pulled: Any) -> Any:
         settings = ReplicaSettings("r0", str(model_dir), **{"max_model_len": 256, "max_num_seqs": 16, **changes})
         if settings.min_version is not None:
             source.commit(settings.min_version, settings.epoch)
-        server = asyncio.create_task(serve_replica(settings, source, ready))
+        server = asyncio.create_task(serve_replica(settings, source, ready, make_engine=make_engine))
         async with asyncio.timeout(LIMIT_S):
             await asyncio.wait([server, address], return_when=asyncio.FIRST_COMPLETED)
         if server.done():
             await server
         client = ReplicaClient(await address, max_message_bytes=settings.max_message_bytes)
         try:
-            yield Served(client, source, await address)
+            yield Served(client, source, await address, engines[0])
         finally:
             await client.close()
             server.cancel()
@@ -162,7 +181,7 @@ async def test_many_requests_share_a_stream_in_few_frames(serve: Any) -> None:
 
 
 async def test_recorded_versions_are_true_across_updates_amid_generation(serve: Any) -> None:
-    async with serve(min_version=1, max_num_seqs=8) as served:
+    async with serve(min_version=1, max_num_seqs=8, limit=300) as served:
         running = [
             asyncio.create_task(generate(served.client, wire(str(i), [1, 2, 3], max_new_tokens=150))) for i in range(12)
         ]
@@ -170,6 +189,7 @@ async def test_recorded_versions_are_true_across_updates_amid_generation(serve: 
             while (await served.client.load()).num_generated_tokens < 300 * (version - 1):
                 await asyncio.sleep(0.005)
             served.source.commit(version)
+            served.engine.limit = 300 * version if version < 4 else math.inf
             state = await served.client.update(epoch=0, version=version, running="recompute", timeout_s=LIMIT_S)
             assert state.version == version
             assert state.num_bytes > 0
@@ -216,12 +236,12 @@ async def test_a_failure_in_the_replica_is_told_with_its_traceback(serve: Any) -
 
 
 async def test_an_old_epoch_is_refused_and_a_new_one_may_go_back(serve: Any) -> None:
-    async with serve(min_version=5) as served:
+    async with serve(min_version=5, limit=100) as served:
         client = served.client
         running = asyncio.create_task(generate(client, wire("old", [1], max_new_tokens=250)))
-        while not (await client.load()).num_running:
-            await asyncio.sleep(0.005)
+        await served.wait_running()
         served.source.commit(3, epoch=1)
+        served.engine.limit = math.inf
         state = await client.update(epoch=1, version=3, running="recompute", timeout_s=LIMIT_S)
         assert (state.epoch, state.version) == (1, 3)
         answer = await running
@@ -281,9 +301,9 @@ async def test_a_client_that_leaves_stops_its_requests(serve: Any) -> None:
             async for _ in other.generate(wire("late", [1], max_new_tokens=254), timeout_s=0.01):
                 pass
         await idle()
+        served.engine.limit = (await served.client.load()).num_generated_tokens + 100
         tasks = [asyncio.create_task(generate(other, wire(str(i), [1], max_new_tokens=250))) for i in range(40)]
-        while not (await served.client.load()).num_running:
-            await asyncio.sleep(0.005)
+        await served.wait_running()
         await other.close()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, ActorDied | Whole) for result in results)
@@ -309,14 +329,15 @@ async def test_a_name_may_be_used_again_at_once(serve: Any) -> None:
 
 
 async def test_a_stream_that_breaks_the_protocol_ends_with_a_reason(serve: Any) -> None:
-    async with serve() as served:
+    async with serve(limit=100) as served:
         other = ReplicaClient(served.address)
         running = asyncio.create_task(generate(other, wire("a", [1], max_new_tokens=250)))
-        await asyncio.sleep(0.05)
+        await served.wait_running()
         await other._stream.write(pb.ClientFrame(generate=wire("a#0", [1])))
         with pytest.raises(ActorDied, match="running already"):
             await running
         await other.close()
+        served.engine.limit = math.inf
         assert len((await generate(served.client, wire("b", [1]))).tokens) == 8
 
 
@@ -354,7 +375,15 @@ async def test_a_port_in_use_is_a_config_error(serve: Any) -> None:
                 pass
 
 
-async def test_health_answers_while_the_model_loads(model_dir: Path, marked_weights: Any, pulled: Any) -> None:
+@pytest.fixture
+def socket_path() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:  # short: socket paths are limited
+        yield f"{folder}/r0.sock"
+
+
+async def test_health_answers_while_the_model_loads(
+    model_dir: Path, marked_weights: Any, pulled: Any, socket_path: str
+) -> None:
     from psrl.rollout.replica import torch_engine
 
     go_on = threading.Event()
@@ -368,11 +397,12 @@ async def test_health_answers_while_the_model_loads(model_dir: Path, marked_weig
     async def on_ready(address: str, load: Any) -> None:
         ready.set()
 
-    port = free_port()
-    settings = ReplicaSettings("r0", str(model_dir), max_model_len=64, port=port)
+    settings = ReplicaSettings("r0", str(model_dir), max_model_len=64, socket_path=socket_path)
     server = asyncio.create_task(serve_replica(settings, Source(marked_weights, pulled), on_ready, make_engine=slow))
-    client = ReplicaClient(f"127.0.0.1:{port}")
-    await asyncio.sleep(0.1)
+    client = ReplicaClient(f"unix:{socket_path}")
+    async with asyncio.timeout(LIMIT_S):
+        while not Path(socket_path).exists():
+            await asyncio.sleep(0.005)
     assert "loading" in (await client.health()).failure
     early = await generate(client, wire("a", [1]))
     assert (early.reason, early.tokens) == ("abort", [])
@@ -387,18 +417,18 @@ async def test_health_answers_while_the_model_loads(model_dir: Path, marked_weig
     await asyncio.gather(server, return_exceptions=True)
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 CHILD = """
     import asyncio, sys
     import torch
+    from psrl.rollout.engine.torch_engine import TorchEngine, TorchEngineSettings
     from psrl.rollout.replica import ReplicaSettings, serve_replica
+
+    class Paced(TorchEngine):
+        def has_work(self):  # stands still when some requests have many tokens and none has all
+            return super().has_work() and self.load().num_generated_tokens < 1000
+
+    def make_engine(settings):
+        return Paced.from_pretrained(settings.model_path, TorchEngineSettings(max_model_len=256, max_num_seqs=16))
 
     class NoWeights:
         def pull(self, min_version, timeout_s, *, min_epoch):
@@ -408,8 +438,8 @@ CHILD = """
         print(address, flush=True)
 
     torch.set_num_threads(1)
-    settings = ReplicaSettings("r0", sys.argv[1], max_model_len=256, max_num_seqs=16)
-    asyncio.run(serve_replica(settings, NoWeights(), ready))
+    settings = ReplicaSettings("r0", sys.argv[1], max_model_len=256)
+    asyncio.run(serve_replica(settings, NoWeights(), ready, make_engine=make_engine))
 """
 
 
@@ -431,7 +461,7 @@ async def test_a_killed_replica_fails_its_requests_at_once_with_what_was_streame
             while not any(whole.tokens for whole in wholes):
                 await asyncio.sleep(0.005)
         os.kill(child.pid, signal.SIGKILL)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(AT_ONCE_S):
             results = await asyncio.gather(*tasks, return_exceptions=True)
         assert any(isinstance(result, ActorDied) and wholes[i].tokens for i, result in enumerate(results))
         assert all(isinstance(result, ActorDied | Whole) for result in results)

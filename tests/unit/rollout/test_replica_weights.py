@@ -55,13 +55,13 @@ async def test_versions_come_through_the_store(
     settings = ReplicaSettings("r0", str(tmp_path), max_model_len=64, min_version=Version(1))
     source = WeightSubscriber(store, manifest, client="r0")
     server = asyncio.create_task(serve_replica(settings, source, ready))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         await asyncio.wait([server, address], return_when=asyncio.FIRST_COMPLETED)
         client = ReplicaClient(await address)
         for version in range(1, 6):
             if version > 1:
                 publish(version)
-                state = await client.update(epoch=0, version=version, running="recompute", timeout_s=10)
+                state = await client.update(epoch=0, version=version, running="recompute", timeout_s=60)
                 assert (state.num_bytes, state.full_load) == (manifest.payload_bytes, "")
                 assert state.transfer_s > state.pause_s > 0  # staged before the pause
             tokens, log_probs, versions = await generate(str(version))

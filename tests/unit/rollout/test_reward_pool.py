@@ -17,7 +17,7 @@ from psrl.reward.worker import longest_s
 from psrl.rollout.reward_pool import SAMPLES_PER_WORKER, RewardPool, ScoreMissing
 from psrl.types import FinishReason, GroupId, TrajectoryId
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 8.0
 HOST = f"""
 import asyncio, sys
 from psrl.actor import Runtime, UnixAddress
@@ -37,7 +37,7 @@ def judge(data_source, solution_str, ground_truth, extra_info):
         time.sleep(3600)
     if solution_str == "exit":
         os._exit(3)
-    time.sleep(0.3)
+    time.sleep(2)
     return float(solution_str)
 """
 
@@ -62,32 +62,34 @@ def sample(index: int, solution: str) -> Score:
 
 
 async def test_many_slow_samples_all_score_and_failures_have_their_own_cause(tmp_path: Path) -> None:
-    """64 samples of 0.3 s each at a limit of 1 s, in two workers; among them one that hangs and one that exits."""
+    """20 samples of 2 s each at a limit of 8 s, two at a time in each of two workers: the last ones wait longer than
+    that. Among them one that hangs and one that exits.
+    """
     async with (
         Runtime("agent") as runtime,
         reward_process(tmp_path, "a") as first,
         reward_process(tmp_path, "b") as second,
     ):
-        workers = [await runtime.connect(RewardWorker, "reward", at, timeout_s=30) for at in (first, second)]
+        workers = [await runtime.connect(RewardWorker, "reward", at, timeout_s=90) for at in (first, second)]
         call_timeout_s = longest_s(TIMEOUT_S, 0, SAMPLES_PER_WORKER)
-        pool = RewardPool(workers, call_timeout_s=call_timeout_s, patience_s=30)
-        samples = [sample(index, str(index)) for index in range(64)]
-        samples[5:5] = [sample(64, "hang"), sample(65, "exit")]
+        pool = RewardPool(workers, call_timeout_s=call_timeout_s, patience_s=90)
+        samples = [sample(index, str(index)) for index in range(20)]
+        samples[5:5] = [sample(20, "hang"), sample(21, "exit")]
         answers = await asyncio.gather(*map(pool.score, samples), return_exceptions=True)
         scored = {answer.trajectory.index: answer.raw_score for answer in answers if isinstance(answer, Scored)}
-        assert scored == {index: float(index) for index in range(64)}
+        assert scored == {index: float(index) for index in range(20)}
         hung, ended = (str(answer) for answer in answers if isinstance(answer, ScoreMissing))
         judge = f"not scored: reward.custom_reward_function: reward function judge of {tmp_path / 'judge.py'}"
-        assert hung == f"{judge} gave no score within reward.reward_loop_worker.timeout_s=1 s"
+        assert hung == f"{judge} gave no score within reward.reward_loop_worker.timeout_s=8 s"
         assert ended == f"{judge}: its process ended (exit code 3)"
 
 
 async def test_a_dead_worker_keeps_nobody_from_the_living_and_patience_has_an_end(tmp_path: Path) -> None:
     async with Runtime("agent") as runtime, reward_process(tmp_path, "a") as first:
-        living = await runtime.connect(RewardWorker, "reward", first, timeout_s=30)
+        living = await runtime.connect(RewardWorker, "reward", first, timeout_s=90)
         async with reward_process(tmp_path, "b") as second:
-            dead = await runtime.connect(RewardWorker, "reward", second, timeout_s=30)
-        pool = RewardPool([dead, living], call_timeout_s=60, patience_s=30)
+            dead = await runtime.connect(RewardWorker, "reward", second, timeout_s=90)
+        pool = RewardPool([dead, living], call_timeout_s=60, patience_s=90)
         answers = await asyncio.gather(*(pool.score(sample(index, "1")) for index in range(4)))
         assert [answer.trajectory.index for answer in answers] == [0, 1, 2, 3]
         with pytest.raises(ScoreMissing, match="no reward worker lives"):

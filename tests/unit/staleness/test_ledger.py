@@ -82,6 +82,17 @@ def test_sibling_started_again_on_older_weights_lowers_the_version() -> None:
     assert ledger.buffer_of(G(2)) == 2
 
 
+def test_sibling_that_goes_on_under_newer_weights_keeps_the_version_of_its_start() -> None:
+    ledger = Ledger(1, 2)
+    assert reserve(ledger, 2) == Place(2, 0)
+    step(ledger, 0)
+    assert reserve(ledger, 2, 1) == Place(2, 0, joined=True)
+    assert ledger.buffers[2].reserved[0].version == 0
+    assert fill(ledger, 1, version=1)[0].buffer == 1
+    assert ledger.buffer_of(G(2)) == 2, "the place that group 1 left is too late for what group 2 has made"
+    assert ledger.occupy(G(2), V0).buffer == 2
+
+
 def test_full_is_named_and_a_release_makes_room() -> None:
     ledger = Ledger(1, 1)
     reserve(ledger, 0)

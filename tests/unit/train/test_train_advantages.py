@@ -45,6 +45,13 @@ def test_small_spread_counts_as_none() -> None:
     assert grpo(scores, groups, norm_by_std=False, min_spread=1e-3)[0].item() == 0.0
 
 
+def test_spread_is_measured_as_dynamic_sampling_measures_it() -> None:
+    """Else a group that the filter lets through for its spread would still train nothing."""
+    scores, groups = torch.tensor([0.0, 0.1]), torch.tensor([0, 0])  # largest minus smallest 0.1, deviation 0.07
+    assert grpo(scores, groups, norm_by_std=False, min_spread=0.08).tolist() == pytest.approx([-0.05, 0.05])
+    assert grpo(scores, groups, norm_by_std=False, min_spread=0.12).tolist() == [0.0, 0.0]
+
+
 def test_packed_rows_of_different_length() -> None:
     result = spread(torch.tensor([2.0, -1.0]), torch.tensor([1, 3]), torch.tensor([1, 1, 0, 1]))
     assert result.tolist() == [2.0, -1.0, 0.0, -1.0]

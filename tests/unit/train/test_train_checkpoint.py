@@ -77,6 +77,7 @@ def test_keeping_none_is_refused(directory) -> None:
         Checkpointer(directory, make_learner(directory), base_model="", run_id="", num_kept=0, dtype=torch.float32)
 
 
+@pytest.mark.timeout(300)
 def test_kill_9_in_mid_save_leaves_the_last_good_one(directory) -> None:
     """A process that saves without end is killed at different moments."""
     script = (
@@ -100,7 +101,7 @@ def test_kill_9_in_mid_save_leaves_the_last_good_one(directory) -> None:
             assert process.stdout.readline() == "1\n"
             time.sleep(delay_s)
             process.send_signal(signal.SIGKILL)
-            process.wait(10)
+            process.wait(60)
             written = [1, *(int(line) for line in process.stdout.read().split())]
         newest = CheckpointDir(directory / "checkpoints").newest()
         assert newest is not None

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from train_scripted import Calls, Control, make_config, make_fields, make_links
 from transformers import AutoModelForCausalLM
 
@@ -86,6 +87,25 @@ def test_the_end_of_data_ends_the_run_with_a_last_save_and_validation(run, tiny_
     assert links.head.control.finished == "the data ended"
     assert links.head.control.validated == [2]
     assert CheckpointDir(tmp_path / "checkpoints").newest().step == 2
+
+
+def test_every_pass_over_the_batch_updates(run, tiny_model, tmp_path) -> None:
+    """Two steps of two mini-batches each, three times over."""
+    config = make_config(tiny_model, save_freq=2)
+    roles = config.train_actor_rollout_ref
+    actor = msgspec.structs.replace(roles.actor, ppo_epochs=3)
+    links = run(2, msgspec.structs.replace(config, train_actor_rollout_ref=msgspec.structs.replace(roles, actor=actor)))
+    assert [values["actor/updates"] for _, values in links.head.metrics.lines] == [6, 6]
+    (shard,) = (tmp_path / "checkpoints/global_step_2").glob("shard_*")
+    assert load_file(shard)["step/model.norm.weight"].item() == 12.0
+
+
+def test_a_last_validation_that_a_kill_prevented_is_made_up_for(run, tiny_model, tmp_path) -> None:
+    run(2, make_config(tiny_model, save_freq=2))
+    config = make_config(tiny_model, test_freq=2, save_freq=2)
+    links = run(2, config, resume_from=CheckpointDir(tmp_path / "checkpoints").newest().path)
+    assert links.head.control.published == [(2, False)]
+    assert links.head.control.validated == [2]
 
 
 def test_validation_only(run, tiny_model) -> None:

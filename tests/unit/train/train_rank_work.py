@@ -164,8 +164,9 @@ WORK = {function.__name__: function for function in (gradients, save, resume, sa
 def main() -> None:
     what, rank, world_size, port, directory = sys.argv[1:]
     torch.set_num_threads(1)
+    # Longer than the test waits: nothing that it wants to see may come from this limit.
     ranks = Ranks.join(
-        int(rank), int(world_size), device_type="cpu", master_addr="127.0.0.1", master_port=int(port), timeout_s=60
+        int(rank), int(world_size), device_type="cpu", master_addr="127.0.0.1", master_port=int(port), timeout_s=900
     )
     WORK[what](ranks, Path(directory))
     ranks.leave()

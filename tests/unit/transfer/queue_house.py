@@ -42,7 +42,7 @@ class Peer:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.communicate(timeout=20)
+        self._process.communicate(timeout=60)
 
     def __enter__(self) -> "Peer":
         return self

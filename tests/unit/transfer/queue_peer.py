@@ -20,8 +20,8 @@ def say_ready() -> None:
 
 async def connect(runtime: Runtime, segments: str, head: str, name: str) -> TransferQueue:
     address = UnixAddress(head)
-    controller = await runtime.connect(QueueController, "controller", address, timeout_s=20)
-    storage = await runtime.connect(StorageActor, "storage", address, timeout_s=20)
+    controller = await runtime.connect(QueueController, "controller", address, timeout_s=60)
+    storage = await runtime.connect(StorageActor, "storage", address, timeout_s=60)
     return await TransferQueue.connect(runtime, controller, storage, SegmentSource(segments), client=name)
 
 

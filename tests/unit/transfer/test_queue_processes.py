@@ -79,7 +79,9 @@ async def test_writers_killed_at_any_instant_leave_whole_rows_and_no_leak() -> N
         before = (await at.usage()).free_bytes
         for i in range(4):
             peer = await start(at.node.socket_path, at.head_path, f"w{i}", "write")
-            await asyncio.sleep(chance.uniform(0.05, 0.2))
+            while not any(key.startswith(f"w{i}-") for key in (await at.queue.kv_list()).get("train", {})):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(chance.uniform(0.0, 0.15))
             peer.kill()
             await at.controller.release_client(ReleaseClient(f"w{i}"))
         tags = (await at.queue.kv_list()).get("train", {})
@@ -131,7 +133,7 @@ def holders(name: str) -> set[int]:
     found = set()
     for process in Path("/proc").iterdir():
         try:
-            if process.name.isdigit() and name in (process / "maps").read_text():
+            if process.name.isdigit() and name in (process / "maps").read_text(errors="replace"):
                 found.add(int(process.name))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue

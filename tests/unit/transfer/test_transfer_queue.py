@@ -290,7 +290,7 @@ def test_blocking_twin_does_the_same() -> None:
             return await TransferQueue.connect(runtime, controller, storage, source, client="trainer")
 
         with BlockingRuntime("trainer", listen=UnixAddress(head_path)) as blocking:
-            queue = BlockingTransferQueue(blocking.call(start(blocking.runtime), 20), blocking)
+            queue = BlockingTransferQueue(blocking.call(start(blocking.runtime), 60), blocking)
             meta = queue.kv_batch_put(["a", "b"], "train", [{"x": np.arange(2)}] * 2, [{"i": 0}, {"i": 1}])
             queue.kv_put("a", "train", {"y": np.array(1)})
             assert [list(row) for row in queue.kv_batch_get(["a", "b"], "train")] == [["x", "y"], ["x"]]

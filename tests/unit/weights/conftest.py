@@ -40,6 +40,6 @@ def start_child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     yield start
     for child in children:
         child.kill()
-        child.wait(timeout=10)
+        child.wait(timeout=30)
         child.stdin.close()
         child.stdout.close()

@@ -90,9 +90,13 @@ def test_ctrl_c_breaks_off_a_wait_and_what_it_waits_for(weights: Weights) -> Non
     staging.start(1, 3600.0)
     main = threading.main_thread().ident
     assert main is not None
-    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        staging.wait()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            staging.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
     deadline = time.perf_counter() + 30
     while staging.progress().running:
         assert time.perf_counter() < deadline

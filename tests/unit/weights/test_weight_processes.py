@@ -36,7 +36,7 @@ def test_writer_killed_at_each_point_leaves_the_old_version(make_store: Callable
     publish(store, 0, 6)
     publish(store, 0, 7)
     child = start_child("writer", segment, 0, 8, die_after)
-    assert child.wait(timeout=30) == -9
+    assert child.wait(timeout=60) == -9
     require_whole(store, 0, 7)
     states = [slot.state for slot in store.slots()]
     assert sorted(states) == ["committed", "committed", "sealed" if die_after == NUM_OPERATIONS else "writing"]
@@ -67,7 +67,7 @@ def test_writer_killed_at_random_moments(make_store: Callable, start_child: Call
             child.stdin.flush()
         time.sleep(randomness.uniform(0.0, 0.003))  # somewhere within the next version
         child.kill()
-        child.wait(timeout=10)
+        child.wait(timeout=30)
         newest = store.newest()
         assert newest.version == version
         require_whole(store, newest.epoch, version)
@@ -90,8 +90,8 @@ def test_pull_beside_push_is_never_torn(make_store: Callable, start_child: Calla
     word, whole, _ = reader.stdout.readline().split()
     assert word == "done"
     assert int(whole) >= 1
-    assert reader.wait(timeout=30) == 0
-    assert writer.wait(timeout=30) == 0
+    assert reader.wait(timeout=60) == 0
+    assert writer.wait(timeout=60) == 0
     assert all(slot.leases == 0 for slot in store.slots())
 
 
@@ -103,7 +103,7 @@ def test_leases_of_a_killed_reader_hold_up_nobody(make_store: Callable, start_ch
     while not any(slot.leases for slot in store.slots()):
         time.sleep(0.001)
     reader.kill()
-    reader.wait(timeout=10)
+    reader.wait(timeout=30)
     for version in range(1, 7):
         publish(store, 0, version)
     require_whole(store, 0, 6)
