@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/errors.h"
+#include "base/maker.h"
 #include "bindings/bindings.h"
 #include "cuda/device.h"
 #include "cuda/stage.h"
@@ -24,7 +25,7 @@ using weights::WeightStore;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Seconds = std::chrono::duration<double>;
 
-std::unique_ptr<WeightStager> make_stager(const WeightStore& store, const std::string& hash,
+Bound<WeightStager> make_stager(const WeightStore& store, const std::string& hash,
                                           const std::string& client,
                                           const std::shared_ptr<Device>& device, uint64_t into) {
   weights::ManifestHash manifest_hash;
@@ -32,7 +33,7 @@ std::unique_ptr<WeightStager> make_stager(const WeightStore& store, const std::s
     throw StorageError("weights: a manifest hash has 16 bytes");
   }
   std::memcpy(manifest_hash.data(), hash.data(), sizeof(manifest_hash));
-  return std::make_unique<WeightStager>(store, manifest_hash, client, device, into);
+  return make_bound<WeightStager>(store, manifest_hash, client, device, into);
 }
 
 void start(WeightStager& stager, uint64_t min_version, uint64_t min_epoch, double timeout_s,
@@ -47,10 +48,10 @@ void bind_cuda(py::module_& m) {
       .def(py::init(&Device::open), py::arg("name"), NoGil())
       .def_property_readonly("name", &Device::name);
 
-  py::class_<HostRegistration>(m, "HostRegistration")
+  py::class_<HostRegistration, Bound<HostRegistration>>(m, "HostRegistration")
       .def(py::init([](std::shared_ptr<Device> device, std::shared_ptr<Segment> segment,
                        double pause_s) {
-             return std::make_unique<HostRegistration>(std::move(device), std::move(segment),
+             return make_bound<HostRegistration>(std::move(device), std::move(segment),
                                                        Seconds(pause_s));
            }),
            py::arg("device"), py::arg("segment"), py::arg("pause_s") = 0.005, NoGil())
@@ -65,7 +66,7 @@ void bind_cuda(py::module_& m) {
       .def_readonly("running", &StageProgress::running)
       .def_readonly("num_bytes", &StageProgress::num_bytes)
       .def_readonly("num_revoked", &StageProgress::num_revoked);
-  py::class_<WeightStager>(m, "WeightStager")
+  py::class_<WeightStager, Bound<WeightStager>>(m, "WeightStager")
       .def(py::init([](const WeightStore& store, const std::string& hash, const std::string& client,
                        const std::shared_ptr<Device>& device, uint64_t into, const py::object&) {
              return make_stager(store, hash, client, device, into);

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "base/errors.h"
+#include "base/maker.h"
 #include "bindings/bindings.h"
 #include "link/region.h"
 
@@ -50,7 +51,9 @@ Released& released() {
 
 struct LinkEndpoint {
   std::unique_ptr<Endpoint> endpoint;
+  Maker maker;
 
+  explicit LinkEndpoint(std::unique_ptr<Endpoint> made) : endpoint(std::move(made)) {}
   ~LinkEndpoint() {
     {
       const py::gil_scoped_release release;
@@ -59,14 +62,23 @@ struct LinkEndpoint {
     released().drain();
   }
 
+  Endpoint& get() const {
+    if (!maker.here()) {
+      throw LinkError("the link belongs to process " + std::to_string(maker.pid()) +
+                      ", which this one was forked from: make one here");
+    }
+    return *endpoint;
+  }
+
   // Without the GIL; then lets go of buffers.
   template <typename Call>
   auto call(Call&& function) {
+    Endpoint& mine = get();
     struct Drain {
       ~Drain() { released().drain(); }
     } const drain;
     const py::gil_scoped_release release;
-    return function(*endpoint);
+    return function(mine);
   }
 };
 
@@ -76,14 +88,14 @@ Deadline after(double seconds) {
                             std::chrono::duration<double>(std::min(seconds, 1e8)));
 }
 
-std::unique_ptr<LinkEndpoint> make(const std::string& transport, const std::string& name,
+Bound<LinkEndpoint> make(const std::string& transport, const std::string& name,
                                    const std::string& host, uint16_t port, const py::bytes& token) {
   const EndpointOptions options{name, host, port, token};
   // Which libucp that is, is decided there.
   if (transport == "ucx") py::module_::import("psrl.ucx").attr("load")();
   const py::gil_scoped_release release;
-  if (transport == "tcp") return std::make_unique<LinkEndpoint>(make_tcp_endpoint(options));
-  if (transport == "ucx") return std::make_unique<LinkEndpoint>(make_ucx_endpoint(options));
+  if (transport == "tcp") return make_bound<LinkEndpoint>(make_tcp_endpoint(options));
+  if (transport == "ucx") return make_bound<LinkEndpoint>(make_ucx_endpoint(options));
   throw LinkError("no transport " + transport + "; there are tcp and ucx");
 }
 
@@ -168,7 +180,7 @@ py::dict as_dict(const PeerCounters& peer) {
 }  // namespace
 
 Endpoint& endpoint_of(const py::object& endpoint) {
-  return *endpoint.cast<LinkEndpoint&>().endpoint;
+  return endpoint.cast<LinkEndpoint&>().get();
 }
 
 void bind_link(py::module_& m) {
@@ -184,12 +196,12 @@ void bind_link(py::module_& m) {
       .def_property_readonly("status", [](const Event& e) { return name_of(e.status); })
       .def_property_readonly("data", [](const Event& e) { return py::bytes(e.text); });
 
-  py::class_<LinkEndpoint>(m, "LinkEndpoint")
+  py::class_<LinkEndpoint, Bound<LinkEndpoint>>(m, "LinkEndpoint")
       .def(py::init(&make), py::arg("transport"), py::kw_only(), py::arg("name"),
            py::arg("host") = "127.0.0.1", py::arg("port") = 0, py::arg("token") = py::bytes())
-      .def_property_readonly("address", [](LinkEndpoint& s) { return s.endpoint->address(); })
-      .def_property_readonly("description", [](LinkEndpoint& s) { return s.endpoint->describe(); })
-      .def_property_readonly("fd", [](LinkEndpoint& s) { return s.endpoint->fd(); })
+      .def_property_readonly("address", [](LinkEndpoint& s) { return s.get().address(); })
+      .def_property_readonly("description", [](LinkEndpoint& s) { return s.get().describe(); })
+      .def_property_readonly("fd", [](LinkEndpoint& s) { return s.get().fd(); })
       .def(
           "add_region",
           [](LinkEndpoint& self, const std::shared_ptr<Segment>& segment) {
@@ -200,6 +212,7 @@ void bind_link(py::module_& m) {
       .def(
           "remove_region",
           [](LinkEndpoint& self, const RegionPtr& region) {
+            if (!self.maker.here()) return;  // a fork lets go of memory, too
             self.call([&](Endpoint& e) { e.remove_region(region); });
           },
           py::arg("region"))
@@ -263,7 +276,7 @@ void bind_link(py::module_& m) {
       .def("counters",
            [](LinkEndpoint& self) {
              py::list all;
-             for (const PeerCounters& peer : self.endpoint->counters()) all.append(as_dict(peer));
+             for (const PeerCounters& peer : self.get().counters()) all.append(as_dict(peer));
              return all;
            })
       .def(

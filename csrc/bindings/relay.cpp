@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "base/errors.h"
+#include "base/maker.h"
 #include "bindings/bindings.h"
 #include "link/region.h"
 
@@ -28,6 +29,7 @@ using Table = py::array_t<uint64_t, py::array::c_style | py::array::forcecast>;
 struct WeightRelay {
   std::shared_ptr<Relay> relay;
 
+  explicit WeightRelay(std::shared_ptr<Relay> opened) : relay(std::move(opened)) {}
   ~WeightRelay() {
     const py::gil_scoped_release release;
     relay->close();
@@ -57,7 +59,7 @@ py::bytes bytes_of(const std::vector<bool>& flags) {
   return std::string(flags.begin(), flags.end());
 }
 
-std::unique_ptr<WeightRelay> open(const py::object& endpoint, const link::RegionPtr& region,
+Bound<WeightRelay> open(const py::object& endpoint, const link::RegionPtr& region,
                                   uint64_t offset, uint64_t length, uint64_t transfer,
                                   const Table& units, uint64_t chunk_bytes,
                                   std::vector<uint32_t> expected, const py::bytes& have,
@@ -76,7 +78,7 @@ std::unique_ptr<WeightRelay> open(const py::object& endpoint, const link::Region
   const std::vector<bool> flags = flags_of(have);
   link::Endpoint& link = endpoint_of(endpoint);
   const py::gil_scoped_release release;
-  return std::make_unique<WeightRelay>(
+  return make_bound<WeightRelay>(
       Relay::open(link, region, offset, length, std::move(options), flags));
 }
 
@@ -103,7 +105,7 @@ void bind_progress(py::module_& m) {
 
 void bind_relay(py::module_& m) {
   bind_progress(m);
-  py::class_<WeightRelay>(m, "WeightRelay")
+  py::class_<WeightRelay, Bound<WeightRelay>>(m, "WeightRelay")
       .def(py::init(&open), py::arg("endpoint"), py::arg("region"), py::arg("offset"),
            py::arg("length"), py::kw_only(), py::arg("transfer"), py::arg("units"),
            py::arg("chunk_bytes"), py::arg("expected"), py::arg("have"), py::arg("max_in_flight"),

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "base/errors.h"
+#include "base/maker.h"
 #include "bindings/bindings.h"
 #include "shm/memory.h"
 #include "shm/segment.h"
@@ -51,8 +52,9 @@ void bind_shm(py::module_& m) {
       .def("view", &segment_view, py::arg("offset"), py::arg("length"),
            py::arg("writable") = false);
 
-  py::class_<SegmentServer>(m, "SegmentServer")
-      .def(py::init<const std::string&>(), py::arg("path"))
+  py::class_<SegmentServer, Bound<SegmentServer>>(m, "SegmentServer")
+      .def(py::init([](const std::string& path) { return make_bound<SegmentServer>(path); }),
+           py::arg("path"))
       .def("add", &SegmentServer::add, py::arg("segment"))
       .def("close", &SegmentServer::close, py::call_guard<py::gil_scoped_release>())
       .def("__enter__", [](py::object self) { return self; })

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "base/errors.h"
+#include "base/maker.h"
 #include "cuda/driver.h"
 
 namespace psrl::cuda {
@@ -136,14 +137,14 @@ class CudaDevice final : public Device {
 std::shared_ptr<Device> Device::open(const std::string& name) {
   if (name == "cpu") return std::make_shared<HostDevice>();
   constexpr std::string_view kPrefix = "cuda";
-  if (name == kPrefix) return std::make_shared<CudaDevice>(0);
+  if (name == kPrefix) return std::shared_ptr<Device>(make_bound<CudaDevice>(0));
   if (name.starts_with("cuda:")) {
     const char* first = name.data() + kPrefix.size() + 1;
     const char* last = name.data() + name.size();
     int ordinal = -1;
     const auto [end, error] = std::from_chars(first, last, ordinal);
     if (error == std::errc() && end == last && ordinal >= 0) {
-      return std::make_shared<CudaDevice>(ordinal);
+      return std::shared_ptr<Device>(make_bound<CudaDevice>(ordinal));
     }
   }
   throw StorageError("no device is called " + name + "; known are cpu, cuda and cuda:N");

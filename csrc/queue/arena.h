@@ -9,6 +9,7 @@
 #include <string>
 
 #include "base/bytes.h"
+#include "base/maker.h"
 #include "queue/layout.h"
 #include "queue/record.h"
 #include "shm/segment.h"
@@ -43,6 +44,8 @@ class Arena {
   uint64_t extent_bytes() const { return extent_bytes_; }
   uint32_t num_extents() const { return num_extents_; }
   uint32_t max_clients() const { return max_clients_; }
+  // Of this mapping.
+  const Maker& maker() const { return maker_; }
   uint64_t capacity() const { return num_extents_ * extent_bytes_; }
 
   ClientEntry& client(uint32_t number) const { return clients_[number]; }
@@ -64,6 +67,7 @@ class Arena {
   uint64_t extent_bytes_;
   uint32_t num_extents_;
   uint32_t max_clients_;
+  Maker maker_;
   ClientEntry* clients_ = nullptr;
   ExtentEntry* extents_ = nullptr;
   LeaseWord* leases_ = nullptr;
@@ -71,14 +75,16 @@ class Arena {
 };
 
 // While it lives, the extent is not given to anyone else, so what was read there stays as it is.
-// Returned by the destructor; a dead process's leases are returned by ArenaManager::release_client.
+// Returned by the destructor, though not by that of a fork; a dead process's leases are returned by ArenaManager::release_client.
 class Lease {
  public:
   // Raises UnknownKey if the extent is past that generation, Revoked if the client was released.
   Lease(std::shared_ptr<Arena> arena, ClientId client, uint32_t extent, uint64_t generation);
   Lease(const Lease&) = delete;
   Lease& operator=(const Lease&) = delete;
-  ~Lease() { give_back(); }
+  ~Lease() {
+    if (arena_->maker().here()) give_back();
+  }
 
  private:
   void give_back();

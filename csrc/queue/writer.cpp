@@ -51,7 +51,7 @@ RecordRef PendingRecord::commit() {
 }
 
 PendingRecord::~PendingRecord() {
-  if (header_ == nullptr) return;
+  if (header_ == nullptr || !arena_->maker().here()) return;
   // A client that was released has nothing there any more; the extent may be another's by now.
   if (arena_->client(client_.number).incarnation.load() != client_.incarnation) return;
   auto writing = static_cast<uint32_t>(RecordState::kWriting);
