@@ -143,5 +143,9 @@ class BlockingTransferQueue:
     ) -> int:
         return self._call(self._queue.reset_consumption(partition_id, task_name, keys))
 
+    def close(self) -> None:
+        """Write no more, see TransferQueue.close."""
+        self._queue.close()
+
     def _call(self, call: Coroutine[Any, Any, T], wait_s: float = 0.0) -> T:
         return self._runtime.call(call, self._timeout_s + wait_s)

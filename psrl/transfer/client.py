@@ -113,6 +113,11 @@ class TransferQueue:
         become visible, or none. Raises ArenaFull when there is no room for them within put_timeout_s; after an
         ActorError it is not known whether they are visible.
         """
+        _several(keys, "keys")
+        if len(set(keys)) != len(keys):
+            raise ValueError("a put has each key once")
+        if isinstance(fields, Mapping) or isinstance(tags, Mapping):
+            raise TypeError("fields and tags have one dict for each key")
         columns = [_NO_FIELDS] * len(keys) if fields is None else fields
         labels: Sequence[Tag | None] = [None] * len(keys) if tags is None else tags
         if not len(keys) == len(columns) == len(labels):
@@ -122,7 +127,7 @@ class TransferQueue:
                 raise ValueError(f"key {key!r}: a put needs fields or a tag")
         if partition_id == m.NOTES:
             raise ValueError("this partition is the queue's own")
-        encoded = [msgspec.msgpack.encode(tag) if tag else b"" for tag in labels]
+        encoded = [_encoded(key, tag) for key, tag in zip(keys, labels)]
 
         records = await self._producer.write(partition_id, list(zip(keys, encoded, columns)))
         numbers: dict[tuple[str, ...], int] = {}
@@ -175,6 +180,8 @@ class TransferQueue:
         """
         if layout not in ("rows", "jagged"):
             raise ValueError(f"layout is rows or jagged, not {layout!r}")
+        _several(keys, "keys")
+        _several(select_fields or (), "select_fields")
         question = m.LocateRows(partition_id, tuple(keys), None if select_fields is None else tuple(select_fields))
         deadline = now() + timeout_s
         for look in range(1, NUM_LOOKS + 1):
@@ -230,6 +237,7 @@ class TransferQueue:
 
     async def kv_clear(self, keys: Sequence[str], partition_id: str) -> int:
         """Remove rows; unknown keys are passed over. Returns how many there were. Views in use stay valid."""
+        _several(keys, "keys")
         question = m.ClearKeys(partition_id, tuple(keys))
         return (await self._patience.insist(lambda: self._controller.clear_keys(question))).num_keys
 
@@ -257,6 +265,7 @@ class TransferQueue:
         enough, then raises NotReady. `force_fetch`: all rows that the task has not consumed, ready or not. `insert`:
         `batch_size` new rows without fields, to be put later.
         """
+        _several(data_fields, "data_fields")
         fields = list(dict.fromkeys(data_fields))
         if mode == "insert":
             if batch_size is None or batch_size < 1:
@@ -282,6 +291,7 @@ class TransferQueue:
 
     async def get_production_status(self, data_fields: Sequence[str], partition_id: str) -> dict[str, bool]:
         """Of each row: has it all these fields?"""
+        _several(data_fields, "data_fields")
         question = m.GetProduction(partition_id, tuple(data_fields))
         return (await self._patience.insist(lambda: self._controller.get_production(question))).done
 
@@ -299,6 +309,7 @@ class TransferQueue:
         self, partition_id: str, task_name: str | None = None, keys: Sequence[str] | None = None
     ) -> int:
         """Offer consumed rows again: to one task or all, those keys or all. Returns how many."""
+        _several(keys or (), "keys")
         question = m.ResetConsumption(partition_id, task_name, None if keys is None else tuple(keys))
         return (await self._patience.insist(lambda: self._controller.reset_consumption(question))).num_rows
 
@@ -367,6 +378,19 @@ class TransferQueue:
 
 def _meta(rows: m.Rows, partition_id: str, fields: list[str]) -> KVBatchMeta:
     return KVBatchMeta(list(rows.keys), [_decoded(tag) for tag in rows.tags], partition_id, fields)
+
+
+def _several(names: Sequence[str], what: str) -> None:
+    """A single string is a sequence of strings too, and never what was meant."""
+    if isinstance(names, str):
+        raise TypeError(f"{what} is a list of strings, not {names!r}")
+
+
+def _encoded(key: str, tag: Tag | None) -> bytes:
+    try:
+        return msgspec.msgpack.encode(tag) if tag else b""
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise TypeError(f"key {key!r}: its tag holds more than plain values: {error}") from None
 
 
 def _decoded(tag: bytes) -> dict[str, Any]:

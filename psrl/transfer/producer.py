@@ -105,10 +105,15 @@ def _planned(partition: str, rows: Any) -> QueueRows:
 def _plain(fields: Fields) -> dict[str, Value]:
     """Tensors as arrays over the same memory."""
     return {
-        name: value if isinstance(value, np.ndarray | np.generic | bytes) else _array(value)
+        name: value if isinstance(value, np.ndarray | np.generic | bytes) else _array(name, value)
         for name, value in fields.items()
     }
 
 
-def _array(value: Any) -> Any:
-    return value.detach().numpy() if hasattr(value, "detach") else value
+def _array(name: str, value: Any) -> Any:
+    if not hasattr(value, "detach"):
+        return value
+    try:
+        return value.detach().numpy()
+    except TypeError as error:  # of a device, or bfloat16
+        raise TypeError(f"field {name} is a {value.dtype} tensor on {value.device}: {error}") from None

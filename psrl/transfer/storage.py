@@ -20,7 +20,7 @@ from psrl._core import (
 from psrl.actor import Actor, handler
 from psrl.actor.bulk import Bulk
 from psrl.clock import now
-from psrl.errors import LinkError, UnknownKey
+from psrl.errors import ArenaFull, LinkError, UnknownKey
 from psrl.transfer.capacity import EXTENTS_PER_GRANT
 from psrl.transfer.messages import (
     NOTES,
@@ -99,7 +99,10 @@ class StorageActor(Actor):
         while True:
             keep = NOTE_EXTENTS if self._notes is not None else 0
             count = max(EXTENTS_PER_GRANT, message.num_extents)
-            grants = self._manager.grant(client, message.num_bytes, count, list(message.held), keep)
+            try:
+                grants = self._manager.grant(client, message.num_bytes, count, list(message.held), keep)
+            except ArenaFull:  # there can never be room; the writer sees why from the usage
+                return NoRoom(self._usage())
             if grants:
                 return Granted(tuple(grants))
             left = deadline - now()
