@@ -7,12 +7,15 @@ leaves it to its end: its memory must stay until the timeout that it was given.
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy.typing as npt
 
 from psrl._core import LinkEndpoint, LinkEvent, LinkRegion
 from psrl.errors import LinkError
+
+CLOSE_TIMEOUT_S = 2.0
 
 OnNotice = Callable[[int, bytes], None]
 OnConnected = Callable[[int, str], None]
@@ -24,7 +27,7 @@ def _ignore(peer: int, what: Any) -> None:
 
 
 class Bulk:
-    """One endpoint on the running loop. Callbacks run on the loop and must not block.
+    """One endpoint on the running loop; leaving `async with` closes it. Callbacks run on the loop and must not block.
 
     `on_notice(peer, notice)`: the data it was sent with is there. `on_connected(peer, name)`: a peer has connected to
     us. `on_lost(peer, why)`: a peer is gone, also one that we connected to; its operations have ended.
@@ -83,6 +86,14 @@ class Bulk:
             self._loop.remove_reader(self.endpoint.fd)
             self._on_readable()
         return said_goodbye
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close(timeout_s=CLOSE_TIMEOUT_S)
 
     async def _end(self, op: int) -> LinkEvent:
         if not self._open:  # nobody reads the events any more

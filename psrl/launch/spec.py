@@ -7,7 +7,6 @@ import msgspec
 from psrl.config.schema import Config
 from psrl.types import Epoch, Version
 
-WEIGHTS_SEGMENT = "weights"
 CHECKPOINTS = "checkpoints"
 
 

@@ -34,13 +34,12 @@ from psrl.launch.messages import ProcessLost
 from psrl.launch.plan import Plan, is_finished, make_spec
 from psrl.launch.progress import Progress
 from psrl.launch.run_lock import RunLock
-from psrl.launch.spec import CHECKPOINTS, HEAD, WEIGHTS_SEGMENT, RunSpec
+from psrl.launch.spec import CHECKPOINTS, HEAD, RunSpec
 from psrl.launch.supervise import RestartPolicy
 from psrl.train.checkpoint_dir import CheckpointDir
 from psrl.transfer.capacity import QueuePlan
 from psrl.transfer.segments import NodeSegments
 from psrl.weights.manifest import Manifest
-from psrl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +70,7 @@ class Cluster:
         try:
             segments = self._stack.enter_context(NodeSegments(self.spec.segments_socket))
             segments.create_queue(self._queue)
-            num_bytes = Manifest.decode(self.spec.manifest).total_bytes
-            weights = segments.create(
-                WEIGHTS_SEGMENT, WeightStore.required_bytes(num_bytes), config_key="train_actor_rollout_ref.model.path"
-            )
-            WeightStore.format(weights, num_bytes)
+            segments.create_weights(Manifest.decode(self.spec.manifest).total_bytes)
             self._runtime = await self._stack.enter_async_context(Runtime("launcher"))
             await self._stack.enter_async_context(self.launcher)
             self.launcher.remove_at_end(Path(self.spec.socket_dir))

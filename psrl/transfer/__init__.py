@@ -1,11 +1,13 @@
 """TransferQueue: rows of ragged arrays, written once where they are made, read as views."""
 
 from psrl.transfer.blocking import BlockingTransferQueue
+from psrl.transfer.capacity import QueuePlan
 from psrl.transfer.client import TransferQueue
 from psrl.transfer.controller import QueueController
 from psrl.transfer.jagged import Jagged, as_torch
 from psrl.transfer.messages import ReleaseClient
 from psrl.transfer.meta import KVBatchMeta
+from psrl.transfer.node import QueueNode
 from psrl.transfer.samplers import (
     GRPOGroupNSampler,
     RankAwareSampler,
@@ -14,6 +16,7 @@ from psrl.transfer.samplers import (
     SequentialSampler,
     StalenessBufferSampler,
 )
+from psrl.transfer.segments import NodeSegments, SegmentSource
 from psrl.transfer.storage import StorageActor
 
 __all__ = [
@@ -21,10 +24,14 @@ __all__ = [
     "GRPOGroupNSampler",
     "Jagged",
     "KVBatchMeta",
+    "NodeSegments",
     "QueueController",
+    "QueueNode",
+    "QueuePlan",
     "RankAwareSampler",
     "ReleaseClient",
     "Sampler",
+    "SegmentSource",
     "SeqlenBalancedSampler",
     "SequentialSampler",
     "StalenessBufferSampler",

@@ -55,6 +55,13 @@ class QueuePlan(msgspec.Struct, frozen=True, kw_only=True):
     num_extents: int
     max_clients: int = MAX_CLIENTS
 
+    @classmethod
+    def of(cls, num_bytes: int, extent_bytes: int = 1 << 20) -> "QueuePlan":
+        """Room for about so many bytes of rows. A row should fit into an extent; each writer holds some open."""
+        num_extents = max(EXTENTS_PER_GRANT, num_bytes // extent_bytes)
+        arena_bytes = num_extents * (extent_bytes + TABLE_BYTES_PER_EXTENT) + TABLE_BYTES
+        return cls(arena_bytes=arena_bytes, extent_bytes=extent_bytes, num_extents=num_extents)
+
 
 def row_bytes(load: QueueLoad) -> int:
     """The largest record that generation writes."""

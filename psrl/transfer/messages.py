@@ -195,6 +195,23 @@ class GetUsage(msgspec.Struct, frozen=True, tag=True):
     """For metrics and tests."""
 
 
+# To Clients
+
+
+class WatchClient(msgspec.Struct, frozen=True, tag=True):
+    """Process `pid` of that pid namespace is about to connect as `client`: release it when the process has ended."""
+
+    client: str
+    pid: int
+    namespace: int
+
+
+class Watched(msgspec.Struct, frozen=True, tag=True):
+    """False: its process cannot be seen from here, so somebody must say when it has ended."""
+
+    sees: bool
+
+
 # To QueueController
 
 

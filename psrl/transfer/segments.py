@@ -2,7 +2,7 @@
 
     with NodeSegments(path) as segments:            # launcher
         segments.create_queue(plan)
-        segments.create("weights", num_bytes, config_key="train_actor_rollout_ref.model.path")
+        segments.create_weights(manifest.total_bytes)
     source = SegmentSource(path)                    # any process, also before the launcher is ready
     segment = source.fetch(QUEUE)
 
@@ -12,10 +12,10 @@ The memory ends with the last process that has it, however it ends.
 from types import TracebackType
 from typing import Protocol, Self
 
-from psrl._core import QueueArena, Segment, SegmentServer, fetch_segment
+from psrl._core import QueueArena, Segment, SegmentServer, WeightStore, fetch_segment
 from psrl.transfer.capacity import QueuePlan
 
-QUEUE = "queue"
+QUEUE, WEIGHTS = "queue", "weights"
 
 
 class Segments(Protocol):
@@ -34,18 +34,18 @@ class NodeSegments:
         self._server = SegmentServer(socket_path)
         self._segments: dict[str, Segment] = {}
 
-    def create(self, name: str, num_bytes: int, *, config_key: str) -> Segment:
-        """New zeroed memory. StorageError, naming `config_key`, if the machine has too little."""
-        if name in self._segments:
-            raise ValueError(f"segment {name} exists")
-        segment = Segment.create(name, num_bytes, config_key)
-        self._serve(segment)
-        return segment
-
     def create_queue(self, plan: QueuePlan, name: str = QUEUE) -> Segment:
         """Memory for a queue, laid out, so that a StorageActor can open it (again)."""
         segment = Segment.create(name, plan.arena_bytes, "transfer_queue.arena_bytes")
         QueueArena.format(segment, plan.extent_bytes, plan.max_clients)
+        self._serve(segment)
+        return segment
+
+    def create_weights(self, version_bytes: int, name: str = WEIGHTS) -> Segment:
+        """Memory for versions of the weights (psrl.weights.store) of so many bytes each, laid out."""
+        num_bytes = WeightStore.required_bytes(version_bytes)
+        segment = Segment.create(name, num_bytes, "train_actor_rollout_ref.model.path")
+        WeightStore.format(segment, version_bytes)
         self._serve(segment)
         return segment
 
@@ -59,6 +59,8 @@ class NodeSegments:
         self._segments.clear()
 
     def _serve(self, segment: Segment) -> None:
+        if segment.name in self._segments:
+            raise ValueError(f"segment {segment.name} exists")
         self._segments[segment.name] = segment
         self._server.add(segment)
 

@@ -23,11 +23,10 @@ from psrl.data.prepare import arithmetic
 from psrl.launch.model_files import manifest_of
 from psrl.launch.plan import make_plan, make_spec
 from psrl.launch.roles import head
-from psrl.launch.spec import HEAD, WEIGHTS_SEGMENT, RunSpec
+from psrl.launch.spec import HEAD, RunSpec
 from psrl.launch.wiring import Cluster
 from psrl.metrics.report import report
-from psrl.transfer import QueueController, StorageActor, TransferQueue
-from psrl.transfer.segments import SegmentSource
+from psrl.transfer.segments import WEIGHTS, SegmentSource
 from psrl.types import Purpose, Version
 from psrl.weights.manifest import Manifest
 from psrl.weights.publish import WeightPublisher
@@ -132,14 +131,8 @@ class Player:
 
         self._manager = await ref(PSManager, head.MANAGER)
         segments = SegmentSource(spec.segments_socket)
-        self._queue = await TransferQueue.connect(
-            self._runtime,
-            await ref(QueueController, head.CONTROLLER),
-            await ref(StorageActor, head.STORAGE),
-            segments,
-            client="player",
-        )
-        store = WeightStore.open(segments.fetch(WEIGHTS_SEGMENT))
+        self._queue = await head.connect_queue(self._runtime, spec, "player")
+        store = WeightStore.open(segments.fetch(WEIGHTS))
         self._publisher = WeightPublisher(store, Manifest.decode(spec.manifest))
 
     async def publish(self, version: int) -> None:

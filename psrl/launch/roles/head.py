@@ -11,14 +11,14 @@ from psrl.data import ChatTokenizer, PromptDataset, PromptFeed
 from psrl.errors import StorageError
 from psrl.launch.roles.failure import raise_when_failed
 from psrl.launch.roles.node import Node
-from psrl.launch.spec import WEIGHTS_SEGMENT, RunSpec, is_own_checkpoint
+from psrl.launch.spec import RunSpec, is_own_checkpoint
 from psrl.rollout.coordinator import RolloutCoordinator
 from psrl.rollout.gateway import RolloutGateway
 from psrl.rollout.messages import AbortTrajectories, VersionPublished
 from psrl.rollout.routing import policy_named
 from psrl.train.checkpoint_dir import Checkpoint
-from psrl.transfer import QueueController, StorageActor, TransferQueue
-from psrl.transfer.segments import QUEUE, SegmentSource
+from psrl.transfer import QueueNode, TransferQueue
+from psrl.transfer.segments import WEIGHTS, SegmentSource
 from psrl.types import Epoch, GroupId, TrajectoryId, Version
 from psrl.weights.manifest import Manifest
 from psrl.weights.store import WeightStore
@@ -26,7 +26,7 @@ from psrl.weights.store import WeightStore
 logger = logging.getLogger(__name__)
 
 MANAGER, GATEWAY, COORDINATOR = "psmanager", "gateway", "coordinator"
-CONTROLLER, STORAGE, NODE = "queue", "storage", "node"
+NODE = "node"
 
 START_TIMEOUT_S = 300.0
 """How long others wait for the head, which first reads and tokenises the data."""
@@ -73,14 +73,8 @@ class HeadEffects:
 
 async def connect_queue(runtime: Runtime, spec: RunSpec, name: str) -> TransferQueue:
     """The queue, for process `name` that runs `runtime`."""
-    address = UnixAddress(spec.head_socket)
-    return await TransferQueue.connect(
-        runtime,
-        await runtime.connect(QueueController, CONTROLLER, address, timeout_s=START_TIMEOUT_S),
-        await runtime.connect(StorageActor, STORAGE, address, timeout_s=START_TIMEOUT_S),
-        SegmentSource(spec.segments_socket),
-        client=name,
-    )
+    segments, head = SegmentSource(spec.segments_socket), UnixAddress(spec.head_socket)
+    return await (await QueueNode.attach(runtime, segments, head, timeout_s=START_TIMEOUT_S)).connect(name)
 
 
 async def run(spec: RunSpec, name: str) -> None:
@@ -105,12 +99,10 @@ async def run(spec: RunSpec, name: str) -> None:
         initial_version=spec.initial_version,
     )
     segments = SegmentSource(spec.segments_socket)
-    weights = WeightStore.open(segments.fetch(WEIGHTS_SEGMENT))
+    weights = WeightStore.open(segments.fetch(WEIGHTS))
     routing = config.psrl.rollout_coordination.routing_strategy
     async with Runtime(name, listen=UnixAddress(spec.head_socket)) as runtime:
-        storage = runtime.spawn(STORAGE, StorageActor(segments.fetch(QUEUE)))
-        controller = runtime.spawn(CONTROLLER, QueueController(storage))
-        queue = await TransferQueue.connect(runtime, controller, storage, segments, client=name)
+        queue = await (await QueueNode.host(runtime, segments)).connect(name)
         effects = HeadEffects(weights, Manifest.decode(spec.manifest).hash, queue)
         manager = runtime.spawn(
             MANAGER,
@@ -143,5 +135,5 @@ async def run(spec: RunSpec, name: str) -> None:
         )
         effects.connect(gateway, gateway_actor, coordinator)
         rewards = {worker: UnixAddress(spec.socket_of(worker)) for worker in spec.rewards}
-        runtime.spawn(NODE, Node(manager, gateway, coordinator, controller, weights, rewards))
+        runtime.spawn(NODE, Node(manager, gateway, coordinator, weights, rewards))
         await raise_when_failed(runtime)

@@ -14,7 +14,6 @@ from psrl.reward.messages import GetRewardStats, RewardStats
 from psrl.rollout.coordinator import RolloutCoordinator
 from psrl.rollout.gateway import RolloutGateway
 from psrl.rollout.messages import GetRolloutView, GetSyncView, ReplicaLost
-from psrl.transfer import QueueController, ReleaseClient
 from psrl.weights.store import WeightStore
 
 STATS_TIMEOUT_S = 1.0  # a reward worker that is being started again is asked at the next step
@@ -28,7 +27,6 @@ class Node(Actor):
         manager: PSManager,
         gateway: RolloutGateway,
         coordinator: RolloutCoordinator,
-        controller: QueueController,
         weights: WeightStore,
         rewards: Mapping[str, Address],
     ) -> None:
@@ -36,7 +34,6 @@ class Node(Actor):
         self._manager = manager
         self._gateway = gateway
         self._coordinator = coordinator
-        self._controller = controller
         self._weights = weights
         self._num_lost: dict[str, int] = {}
         self._scoring = {name: _Scoring(address) for name, address in rewards.items()}
@@ -49,7 +46,6 @@ class Node(Actor):
             self._weights.release_client(message.name)
             await self._coordinator.replica_lost(ReplicaLost(message.name, message.reason))
         elif message.role == "agent":
-            await self._controller.release_client(ReleaseClient(message.name))
             await self._manager.worker_lost(WorkerLost(message.name, message.reason))
         return Ack()
 

@@ -10,12 +10,12 @@ import torch
 from psrl.actor import Runtime, UnixAddress
 from psrl.launch.roles import head
 from psrl.launch.roles.failure import raise_when_failed
-from psrl.launch.spec import WEIGHTS_SEGMENT, RunSpec
+from psrl.launch.spec import RunSpec
 from psrl.rollout.coordinator import RolloutCoordinator
 from psrl.rollout.engine.base import EngineLoad
 from psrl.rollout.messages import RegisterReplica
 from psrl.rollout.replica import ReplicaSettings, serve_replica
-from psrl.transfer.segments import SegmentSource
+from psrl.transfer.segments import WEIGHTS, SegmentSource
 from psrl.types import Epoch, Version
 from psrl.weights.manifest import Manifest
 from psrl.weights.stage import Device, HostRegistration
@@ -27,7 +27,7 @@ class StoreSource:
     """The node's weight slots as an engine's source, for the epoch of this run or a later one."""
 
     def __init__(self, spec: RunSpec, name: str) -> None:
-        segment = SegmentSource(spec.segments_socket).fetch(WEIGHTS_SEGMENT)
+        segment = SegmentSource(spec.segments_socket).fetch(WEIGHTS)
         device = Device(spec.device)
         self._registration = HostRegistration(device, segment, pause_s=0)  # nothing is served yet: nothing to stall
         self._subscriber = WeightSubscriber(WeightStore.open(segment), Manifest.decode(spec.manifest), name, device)

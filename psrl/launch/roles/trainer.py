@@ -13,13 +13,13 @@ from psrl.control import PSManager
 from psrl.launch.messages import CollectMetrics
 from psrl.launch.roles import head
 from psrl.launch.roles.node import Node
-from psrl.launch.spec import WEIGHTS_SEGMENT, RunSpec
+from psrl.launch.spec import RunSpec
 from psrl.metrics import JsonlSink, MetricLogger, Sink, WandbSink
 from psrl.metrics.staleness import rollout_rates
 from psrl.train import fit
 from psrl.train.links import Head, TrainerLinks
 from psrl.transfer import BlockingTransferQueue
-from psrl.transfer.segments import SegmentSource
+from psrl.transfer.segments import WEIGHTS, SegmentSource
 from psrl.weights.manifest import Manifest
 from psrl.weights.publish import WeightPublisher
 from psrl.weights.store import WeightStore
@@ -62,7 +62,7 @@ def run(spec: RunSpec, name: str) -> None:
 
 async def _links(spec: RunSpec, name: str, blocking: BlockingRuntime) -> TrainerLinks:
     queue = await head.connect_queue(blocking.runtime, spec, name)
-    store = WeightStore.open(SegmentSource(spec.segments_socket).fetch(WEIGHTS_SEGMENT))
+    store = WeightStore.open(SegmentSource(spec.segments_socket).fetch(WEIGHTS))
     return TrainerLinks(
         calls=blocking,
         queue=BlockingTransferQueue(queue, blocking),

@@ -272,7 +272,7 @@ async def test_new_actors_on_the_same_segment_find_every_row() -> None:
 
 async def test_storage_needs_a_segment_that_is_laid_out() -> None:
     with sockets() as (path, _), NodeSegments(path) as node:
-        node.create("plain", 1 << 16, config_key="none")
+        node.create_weights(1 << 16, "plain")
         with pytest.raises(StorageError, match="segment plain holds no queue"):
             StorageActor(node.fetch("plain"))
         with pytest.raises(UnknownKey, match="no segment named queue; there are: plain"):
