@@ -19,6 +19,7 @@
     |- CheckpointError      a checkpoint could not be written or read; the last good one stands
     |- StaleMessage         a message of an older epoch
     |- EngineError          an inference engine failed
+    |- BenchError           a measurement did not come about, or cannot be true
     `- RunFailed            the run as a whole cannot go on
 
 Each class says in its docstring what it means for who catches it.
@@ -111,6 +112,10 @@ class StaleMessage(PsrlError):
 
 class EngineError(PsrlError):
     """An inference engine failed."""
+
+
+class BenchError(PsrlError):
+    """A measurement did not come about, or its result cannot be true; the text says which and why."""
 
 
 class RunFailed(PsrlError):

@@ -1,4 +1,4 @@
-"""The actor that bench_rpc.py calls."""
+"""The actor that `psrl-bench rpc` calls."""
 
 import asyncio
 
