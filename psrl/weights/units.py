@@ -12,6 +12,9 @@ from psrl.errors import StorageError
 from psrl.weights.messages import Prepare
 from psrl.weights.topology import Range, Unit, cut
 
+MAX_UNITS = 1 << 22
+"""Of a transfer: what every node keeps a row of."""
+
 
 def pack_ranges(ranges: Iterable[Range]) -> bytes:
     return np.array(list(ranges), dtype="<u8").reshape(-1, 2).tobytes()
@@ -33,12 +36,16 @@ class Units:
     chunk_bytes: int
 
     @classmethod
-    def of(cls, message: Prepare, version_bytes: int) -> "Units":
+    def of(cls, message: Prepare, version_bytes: int, max_units: int = MAX_UNITS) -> "Units":
         """Raises StorageError for a message that makes no sense."""
-        if message.unit_bytes <= 0:
-            raise StorageError(f"weights: units of {message.unit_bytes} bytes")
+        shares = [unpack_ranges(share.ranges) for share in message.shares]
+        num_bytes = {"full": version_bytes, "delta": message.patch_bytes}.get(
+            message.mode, sum(length for ranges in shares for _, length in ranges)
+        )
+        if message.unit_bytes <= 0 or not 0 <= num_bytes <= message.unit_bytes * max_units:
+            raise StorageError(f"weights: {num_bytes} bytes in units of {message.unit_bytes} bytes")
         if message.mode == "shares":
-            parts = [cut(unpack_ranges(share.ranges), message.unit_bytes) for share in message.shares]
+            parts = [cut(ranges, message.unit_bytes) for ranges in shares]
             begins = np.cumsum([0, *(len(part) for part in parts)]).tolist()
             return cls(tuple(unit for part in parts for unit in part), tuple(begins[:-1]), 0)
         if message.mode == "delta":

@@ -38,7 +38,16 @@ def test_a_patch_is_cut_by_itself() -> None:
     assert (units.num, units.chunk_bytes) == (2, 0)
 
 
-@pytest.mark.parametrize(("change", "says"), [({"unit_bytes": 0}, "units of 0"), ({"unit_bytes": 3}, "do not fill")])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"unit_bytes": 0}, "units of 0"),
+        ({"unit_bytes": -1}, "units of -1"),
+        ({"unit_bytes": 3}, "do not fill"),
+        ({"mode": "delta", "patch_bytes": 2**50, "unit_bytes": 1}, "in units of 1 "),
+        ({"mode": "delta", "patch_bytes": -1}, "-1 bytes in units"),
+    ],
+)
 def test_nonsense_is_refused(change: dict, says: str) -> None:
     with pytest.raises(StorageError, match=says):
         Units.of(msgspec.structs.replace(FULL, **change), 100)
