@@ -270,5 +270,7 @@ def test_some_inputs(target: str) -> None:
 @pytest.mark.deep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_million_inputs(target: str) -> None:
+def test_a_million_inputs(target: str, record_property: Callable[[str, object], None]) -> None:
+    record_property("inputs", DEEP_RUNS)
+    record_property("seed", 2)
     run(target, 2, DEEP_RUNS)

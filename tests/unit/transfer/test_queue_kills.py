@@ -1,7 +1,7 @@
 """Every process of the queue killed at random points, by seed; and a soak. Real processes, really killed.
 
 What must hold, whatever dies when: a row that a put promised is read whole by exactly one consumer or is still there;
-nobody reads a torn row; nobody hangs; in the end every byte is free.
+nobody reads a torn row; nobody hangs; in the end every byte is free, and the memory ends with the node agent.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -76,8 +76,8 @@ class Process:
 
 
 class Crowd:
-    def __init__(self, directory: str, processes: list[Process]) -> None:
-        self.directory, self.processes = directory, processes
+    def __init__(self, directory: str, processes: list[Process], inode: int) -> None:
+        self.directory, self.processes, self.inode = directory, processes, inode
 
     def of(self, role: str) -> list[Process]:
         return [process for process in self.processes if process.role == role]
@@ -109,7 +109,9 @@ async def released(controller: QueueController, client: str) -> None:
 async def crowd(writers: int, readers: int, clients: int, num_extents: int) -> AsyncIterator[Crowd]:
     with tempfile.TemporaryDirectory(prefix="psrl") as directory, NodeSegments(f"{directory}/node") as node:
         (Path(directory) / "log").touch()
-        node.create_queue(plan(num_extents, max_clients=64))
+        segment = node.create_queue(plan(num_extents, max_clients=64))
+        inode = os.fstat(segment.fd).st_ino
+        del segment
         processes = [Process(directory, role, role, 0) for role in ("storage", "controller")]
         processes += [Process(directory, "write", f"w{i}", clients) for i in range(writers)]
         processes += [Process(directory, "read", f"r{i}", clients) for i in range(readers)]
@@ -117,7 +119,7 @@ async def crowd(writers: int, readers: int, clients: int, num_extents: int) -> A
             await processes[0].start()
             await processes[1].start()
             await asyncio.gather(*(process.start() for process in processes[2:]))
-            yield Crowd(directory, processes)
+            yield Crowd(directory, processes, inode)
         finally:
             for process in processes:
                 process.kill()
@@ -156,8 +158,13 @@ async def settle(at: Crowd, runtime: Runtime) -> None:
     assert usage.free_bytes >= usage.capacity - usage.extent_bytes  # storage's own extent, open for notes
 
 
-async def run_seed(seed: int, num_kills: int) -> None:
-    chance = random.Random(seed)
+async def run_seed(seed: int, num_kills: int, holders: Callable[[int], list[str]]) -> None:
+    inode = await kill_some(random.Random(seed), num_kills)
+    assert holders(inode) == [], "left behind"
+
+
+async def kill_some(chance: random.Random, num_kills: int) -> int:
+    """Returns the inode of the queue's memory."""
     async with crowd(writers=2, readers=2, clients=1, num_extents=96) as at, Runtime("referee") as runtime:
         address = UnixAddress(f"{at.directory}/controller")
         controller = await runtime.connect(QueueController, "controller", address, timeout_s=20)
@@ -167,45 +174,59 @@ async def run_seed(seed: int, num_kills: int) -> None:
                 await at.kill(process, controller)
         await asyncio.sleep(0.3)
         await settle(at, runtime)
+        return at.inode
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_whatever_is_killed_no_row_is_lost_or_torn(seed: int) -> None:
-    await run_seed(seed, num_kills=5)
+async def test_whatever_is_killed_no_row_is_lost_or_torn(seed: int, holders: Callable[[int], list[str]]) -> None:
+    await run_seed(seed, 5, holders)
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(4 * 3600)
-async def test_two_hundred_seeds_of_kills() -> None:
+async def test_two_hundred_seeds_of_kills(
+    holders: Callable[[int], list[str]], record_property: Callable[[str, object], None]
+) -> None:
+    record_property("seeds", "1000 to 1199")
+    record_property("kills_a_seed", "6 to 12")
     for seed in DEEP_SEEDS:
         try:
-            await run_seed(1000 + seed, num_kills=6)
+            await run_seed(1000 + seed, 6, holders)
         except BaseException as error:
             error.add_note(f"seed {1000 + seed}")
             raise
 
 
-async def soak(seconds: float, max_growth: int) -> None:
-    """16 writers and 8 readers; every row is read back equal, and nobody's memory grows."""
-    async with crowd(writers=2, readers=1, clients=8, num_extents=192) as at, Runtime("referee") as runtime:
+async def soak(seconds: float, max_growth: int, processes: int) -> dict[str, object]:
+    """16 writers and 8 readers; every row is read back equal, and nobody's memory grows. Returns what there is to say.
+
+    `processes` writers' and half as many readers', with several clients each.
+    """
+    clients = 16 // processes
+    async with (
+        crowd(processes, processes // 2, clients, num_extents=192) as at,
+        Runtime("referee") as runtime,
+    ):
         await asyncio.sleep(seconds / 3)
         before = {process.name: resident(process.pid) for process in at.processes}
         await asyncio.sleep(seconds * 2 / 3)
         growth = {process.name: resident(process.pid) - before[process.name] for process in at.processes}
         await settle(at, runtime)
         assert max(growth.values()) < max_growth, growth
+        return {"rows": len(at.log("clear")), "seconds_of_work": seconds, "largest_growth_bytes": max(growth.values())}
 
 
 @pytest.mark.timeout(240)
 async def test_soak_of_some_seconds() -> None:
-    await soak(9, max_growth=16 << 20)
+    await soak(9, max_growth=16 << 20, processes=2)
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(900)
-async def test_soak_of_five_minutes() -> None:
-    await soak(300, max_growth=4 << 20)
+async def test_soak_of_five_minutes(record_property: Callable[[str, object], None]) -> None:
+    for name, value in (await soak(300, max_growth=4 << 20, processes=16)).items():
+        record_property(name, value)
 
 
 def resident(pid: int) -> int:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -149,7 +149,13 @@ async def round_with_a_kill(
     return report
 
 
-async def run_seed(seed: int, mode: str, kind: str, rounds: int) -> None:
+async def run_seed(seed: int, mode: str, kind: str, rounds: int, holders: Callable[[int], list[str]]) -> None:
+    for inode in await kill_some(seed, mode, kind, rounds):
+        assert holders(inode) == [], "left behind"
+
+
+async def kill_some(seed: int, mode: str, kind: str, rounds: int) -> list[int]:
+    """Returns the inodes of the nodes' memory."""
     chance = random.Random(seed)
     async with processes(mode, kind) as (broadcaster, nodes, runtime):
         nodes["n0"].publish(0)
@@ -167,19 +173,28 @@ async def run_seed(seed: int, mode: str, kind: str, rounds: int) -> None:
             assert not node.descriptors() - before, name
     for node in nodes.values():
         assert not any(slot.leases for slot in node.store.slots() if slot.state == "free")
+    return [os.fstat(node.segment.fd).st_ino for node in nodes.values()]
 
 
 @pytest.mark.parametrize(("seed", "mode", "kind"), [(0, "full", "chain"), (1, "delta", "chain"), (2, "full", "tree")])
-async def test_any_process_may_be_killed(seed: int, mode: str, kind: str) -> None:
-    await run_seed(seed, mode, kind, rounds=4)
+async def test_any_process_may_be_killed(seed: int, mode: str, kind: str, holders: Callable[[int], list[str]]) -> None:
+    await run_seed(seed, mode, kind, 4, holders)
 
 
 @pytest.mark.deep
-@pytest.mark.timeout(3600)
-async def test_any_process_may_be_killed_two_hundred_times() -> None:
-    for seed in range(25):
+@pytest.mark.timeout(4 * 3600)
+async def test_two_hundred_seeds_of_kills(
+    holders: Callable[[int], list[str]], record_property: Callable[[str, object], None]
+) -> None:
+    record_property("seeds", "100 to 299")
+    record_property("kills_a_seed", 2)
+    for seed in range(100, 300):
         mode, kind = ("full", "delta")[seed % 2], ("chain", "tree", "star")[seed % 3]
-        await run_seed(seed + 100, mode, kind, rounds=8)
+        try:
+            await run_seed(seed, mode, kind, 2, holders)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
 
 
 async def test_a_relay_that_falls_behind_is_passed_by_and_still_gets_it() -> None:

@@ -107,5 +107,5 @@ def test_leases_of_a_killed_reader_hold_up_nobody(make_store: Callable, start_ch
     for version in range(1, 7):
         publish(store, 0, version)
     require_whole(store, 0, 6)
-    store.release_client("reader")
+    store.release_client("reader 0")
     assert all(slot.leases == 0 for slot in store.slots())

@@ -52,13 +52,13 @@ def writer(store: WeightStore, epoch: int, first: int, die_after: int) -> None:
         version += 1
 
 
-def reader(store: WeightStore, last: int) -> None:
-    """Reads until it has seen version `last`; says how many reads were whole and how many revoked."""
+def reader(store: WeightStore, last: int, number: int = 0) -> None:
+    """Client "reader NUMBER". Reads until it has seen `last`; says how many reads were whole and how many revoked."""
     whole, revoked, seen = 0, 0, -1
     into = np.empty(store.data_bytes, dtype=np.uint8)
     say("started")
     while seen < last:
-        lease = store.acquire("reader", 0)
+        lease = store.acquire(f"reader {number}", 0)
         if lease is None:
             continue
         assert lease.version >= seen, (lease.version, seen)
