@@ -1,38 +1,24 @@
-"""How near are patches to the entropy floor, and how fast are they made and applied next to memory itself?
+"""`psrl-bench delta` on real versions: steps of SmolLM2.
 
-    python bench/bench_delta.py [--rounds 7] [--warm-up 10] [--versions FOLDER] [--out FILE]     prints one JSON object
+    python bench/bench_delta.py [--warm-up 10] [--versions FOLDER] [--rounds 7] [--out FILE]
 
-The versions are real: SmolLM2 with fp32 masters takes `warm-up` AdamW steps at 1e-5 on text of this repository, then
-one more from the same state at each learning rate; all are published in bf16. They are kept in FOLDER, since making
-them takes minutes. The model needs the `smollm2` extra.
-
-One thread, interleaved rounds, medians. `floor` is H(p) + p h bits a parameter, pooled over all of the version: p the
-share of changed values, h the entropy of the step in ulps; `to_floor` = floor / patch. `encode` is set against reading
-a version's bytes once, `apply` (out of place into warm memory) against memcpy of them. The base's and the result's
-checksums are known beforehand, as a slot's are.
+SmolLM2 with fp32 masters takes `warm-up` AdamW steps at 1e-5 on text of this repository, then one more from the same
+state at each learning rate; all are published in bf16. They are kept in FOLDER, since making them takes minutes. The
+model needs the `smollm2` extra.
 """
 
 import argparse
-import json
-import os
-import platform
-import statistics
-import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from psrl._core import DeltaLayout, chunk_checksums, delta_apply, delta_encode, read_through
-from psrl.weights.delta import layout_of
-from psrl.weights.manifest import Manifest
+from psrl.bench.cli import main as psrl_bench
+from psrl.bench.delta import BASE, MANIFEST
 
 ROOT = Path(__file__).resolve().parents[1]
 RATES = ("1e-6", "1e-5", "2e-5", "4e-5")
-Flat = npt.NDArray[np.uint8]
 
 
 def make_versions(folder: Path, warm_up: int) -> None:
@@ -70,7 +56,7 @@ def make_versions(folder: Path, warm_up: int) -> None:
         backward()
         optimizer.step()
     backward()
-    save("base.npy")
+    save(BASE)
     masters = {name: value.clone() for name, value in model.state_dict().items()}
     state = optimizer.state_dict()
     moments = {
@@ -83,99 +69,22 @@ def make_versions(folder: Path, warm_up: int) -> None:
         optimizer.param_groups[0]["lr"] = float(rate)
         optimizer.step()
         save(f"next-{rate}.npy")
-    (folder / "manifest.msgpack").write_bytes(manifest.encode())
+    (folder / MANIFEST).write_bytes(manifest.encode())
 
 
-def floor_bytes(base: Flat, new: Flat) -> tuple[float, float, float]:
-    """(bytes at the floor, share of changed values, entropy of the step) of bf16 versions."""
-    lines = []
-    for version in (base, new):
-        bits = version.view(np.int16)
-        lines.append(bits ^ ((bits >> 15) & 0x7FFF))
-    steps = lines[1] - lines[0]
-    changed = steps[steps != 0]
-    p = changed.size / steps.size
-    if p == 0:
-        return 0.0, 0.0, 0.0
-    shares = np.unique(changed, return_counts=True)[1] / changed.size
-    h = float(-(shares * np.log2(shares)).sum())
-    entropy = -p * np.log2(p) - (1 - p) * np.log2(1 - p) if p < 1 else 0.0
-    return steps.size * (entropy + p * h) / 8, p, h
-
-
-def seconds(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
-def measure(layout: DeltaLayout, manifest: Manifest, base: Flat, new: Flat, rounds: int) -> dict[str, object]:
-    sums = [chunk_checksums(version) for version in (base, new)]
-    target, other = np.zeros_like(base), np.zeros_like(base)
-
-    def encode() -> bytes:
-        return delta_encode(layout, 1, 0, 1, manifest.digest, base, sums[0], new, sums[1])
-
-    patch = encode()
-    actions: dict[str, Callable[[], object]] = {
-        "read": lambda: read_through(base),
-        "encode": encode,
-        "memcpy": lambda: np.copyto(other, base),
-        "apply": lambda: delta_apply(layout, patch, manifest.digest, base, sums[0], target),
-    }
-    times: dict[str, list[float]] = {name: [] for name in actions}
-    for _ in range(rounds):
-        for name, action in actions.items():
-            times[name].append(seconds(action))
-    assert np.array_equal(target, new)
-    floor, p, h = floor_bytes(base, new)
-    middle = {name: statistics.median(taken) for name, taken in times.items()}
-    return {
-        "changed": round(p, 5),
-        "step_entropy_bits": round(h, 3),
-        "patch_bytes": len(patch),
-        "smaller": round(base.nbytes / len(patch), 1),
-        "to_floor": round(floor / len(patch), 4),
-        "encode_to_read": round(middle["read"] / middle["encode"], 3),
-        "apply_to_memcpy": round(middle["memcpy"] / middle["apply"], 3),
-        "gb_per_s": {name: round(base.nbytes / taken / 1e9, 2) for name, taken in middle.items()},
-        "spread": {name: round((max(taken) - min(taken)) / middle[name], 2) for name, taken in times.items()},
-    }
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", default="7")
     parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--versions", type=Path, default=Path(tempfile.gettempdir()) / "psrl-bench-delta")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if not (options.versions / "manifest.msgpack").exists():
+    if not (options.versions / MANIFEST).exists():
         options.versions.mkdir(parents=True, exist_ok=True)
         make_versions(options.versions, options.warm_up)
-    manifest = Manifest.decode((options.versions / "manifest.msgpack").read_bytes())
-    layout = layout_of(manifest)
-    base = np.load(options.versions / "base.npy")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    result = {
-        "question": "patch size next to the entropy floor; encode next to reading, apply next to memcpy",
-        "model": "SmolLM2-135M-Instruct, bf16, one AdamW step",
-        "machine": platform.machine(),
-        "num_cpus": os.cpu_count(),
-        "commit": commit.stdout.strip(),
-        "version_bytes": manifest.total_bytes,
-        "rounds": options.rounds,
-        "learning_rates": {
-            rate: measure(layout, manifest, base, np.load(options.versions / f"next-{rate}.npy"), options.rounds)
-            for rate in RATES
-        },
-        "load_average": os.getloadavg()[0],
-    }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+    out = ["--json", str(options.out)] if options.out else []
+    return psrl_bench(["delta", "--versions", str(options.versions), "--rounds", options.rounds, *out])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,7 +25,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -36,6 +35,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from psrl._core import Segment, WeightStore, crc32c
+from psrl.bench.record import commit
 from psrl.rollout.engine.model_weights import ModelWeights
 from psrl.types import Version
 from psrl.weights.device_copies import DirectCopies, record
@@ -261,11 +261,6 @@ def measure(shape: str, where: torch.device, rounds: int) -> dict[str, Any]:
     result["bit_equal"] = bit_equal
     registration.close()
     return result
-
-
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def main() -> None:

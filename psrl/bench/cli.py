@@ -4,6 +4,7 @@ turns with them, and says the ratio. docs/bench.md tells how to read it.
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -22,16 +23,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 failed or impossible, 2 what was asked for cannot be."""
     open_missing()
     options = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and namespaces are taken down
-    return delivered("psrl-bench", lambda: _do(options))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and namespaces are taken down
+    try:
+        return delivered("psrl-bench", lambda: _do(options))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _do(options: argparse.Namespace) -> int:
     from psrl.bench.record import table
 
     try:
-        if options.json:
-            options.json.touch()  # before the minutes that it takes
+        if options.json and not os.access(options.json.parent, os.W_OK):  # before the minutes that it takes
+            raise ConfigError(f"--json {options.json}: its folder is not there, or not to be written to")
         record = options.run(options)
     except ConfigError as error:
         print("\n".join(f"psrl-bench: {problem}" for problem in error.problems), file=sys.stderr)

@@ -24,7 +24,8 @@ Rounds = list[list[float]]
 def queue(options: argparse.Namespace) -> dict[str, Any]:
     record = Record("queue", settings(options))
     if options.transport == "shm":
-        return record.finish(_on_a_node(options), "shared memory")
+        with hosts_of(options):  # which is this one
+            return record.finish(_on_a_node(options), "shared memory")
     return _across(options, record)
 
 
@@ -39,10 +40,11 @@ def _on_a_node(options: argparse.Namespace) -> list[Row]:
         for size in options.sizes:
             rows += copies(f"a row of {size:,} bytes", plain(size), max(total, size), rounds)
     load = Load(num_tokens=options.tokens, num_rows=options.rows)
-    if "latency" in options.parts:
-        rows += latency(load, rounds, max(options.receivers or [1]))
-    if "batch" in options.parts:
-        rows += batch(load, rounds, max(options.receivers or [1]))
+    for num_readers in options.receivers or [1]:
+        if "latency" in options.parts:
+            rows += latency(load, rounds, num_readers)
+        if "batch" in options.parts:
+            rows += batch(load, rounds, num_readers)
     return rows
 
 

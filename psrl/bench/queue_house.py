@@ -8,14 +8,11 @@ python -m psrl.bench.queue_house ROLE DIRECTORY ...      what is started
 import asyncio
 import json
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -23,14 +20,15 @@ import numpy as np
 from psrl._core import QueueArena
 from psrl.actor import Runtime, UnixAddress, run
 from psrl.bench.echo import RawCaller, RawEcho, connected
+from psrl.bench.process import Process
 from psrl.bench.queue_core import Fields, sample
 from psrl.bench.rounds import seconds
-from psrl.errors import BenchError
 from psrl.transfer import QueueController, StorageActor, TransferQueue
 from psrl.transfer.capacity import QueuePlan
 from psrl.transfer.segments import QUEUE, NodeSegments, SegmentSource
 
 _MAX_CLIENTS = 64
+START_S = 120.0
 _WAIT_S = 120.0
 
 
@@ -71,62 +69,28 @@ def house(arena_bytes: int, extent_bytes: int) -> Iterator[str]:
                 max_clients=_MAX_CLIENTS,
             )
         )
-        with Child("storage", directory), Child("controller", directory):
+        with _child("storage", directory), _child("controller", directory):
             yield directory
 
 
-class Child:
-    """Another process of this module, which has said "ready". Ends with its input."""
-
-    def __init__(self, role: str, directory: str, *arguments: str) -> None:
-        self._name = " ".join((role, *arguments[:1]))
-        command = [sys.executable, "-m", "psrl.bench.queue_house", role, directory, *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def __enter__(self) -> Self:
-        try:
-            self.hear()
-        except BaseException:
-            self._end()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
-
-    def say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        print(line, file=self._process.stdin, flush=True)
-
-    def hear(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchError(f"the queue's {self._name} ended early; what it said is above")
-        return json.loads(line)
-
-    def ask(self, line: str) -> Any:
-        self.say(line)
-        return self.hear()
-
-    def _end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+def client(directory: str, name: str, load: Load) -> Process:
+    """A process that puts and gets, and knows the words of `_Client`."""
+    return _child("client", directory, name, msgspec.json.encode(load).decode())
 
 
-def client(directory: str, name: str, load: Load) -> Child:
-    """A process that puts and gets: `_Client` has its words."""
-    return Child("client", directory, name, msgspec.json.encode(load).decode())
+def _child(role: str, directory: str, *arguments: str) -> Process:
+    """Another process of this module, which has said "ready"."""
+    command = [sys.executable, "-m", "psrl.bench.queue_house", role, directory, *arguments]
+    process = Process(" ".join(("the queue's", role, *arguments[:1])), command)
+    try:
+        process.hear(str, START_S)
+    except BaseException:
+        process.close()
+        raise
+    return process
 
 
-def all_at_once(clients: list[Child], line: str) -> list[list[float]]:
+def all_at_once(clients: list[Process], line: str) -> list[list[float]]:
     """The answers of all, who begin together."""
     for one in clients:
         one.say(line)
@@ -171,7 +135,7 @@ async def _be_client(directory: str, name: str, load: str) -> None:
             told = _Client(queue, msgspec.json.decode(load, type=Load), echo)
             _say("ready")
             while line := await asyncio.to_thread(sys.stdin.readline):
-                word, *rest = line.split()
+                word, *rest = json.loads(line).split()
                 _say(await told.do(word, rest))
 
 

@@ -9,15 +9,14 @@ import contextlib
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from psrl.bench.places import settings
+from psrl.bench.process import Process
 from psrl.bench.record import Record
 from psrl.bench.rounds import Row, multiple, quantiles_us
-from psrl.errors import BenchError
 
 Command = tuple[str, ...]
 """How a contender's sides are started: a program that takes their command line."""
@@ -61,11 +60,7 @@ def measure(
     contenders: Mapping[str, Command], num_bytes: int, rounds: int, num_calls: int, num_receivers: int = 1
 ) -> Times:
     with contextlib.ExitStack() as stack:
-        callers = {}
-        for name, command in contenders.items():
-            places = [_Side(stack, command, "serve", name).hear() for _ in range(num_receivers)]
-            callers[name] = _Side(stack, command, "call", name, json.dumps(places), str(num_bytes))
-            callers[name].hear()
+        callers = {name: _sides(stack, name, command, num_bytes, num_receivers) for name, command in contenders.items()}
         for caller in callers.values():
             caller.ask(max(num_calls // 5, 1))  # warm
         times: Times = {name: [] for name in callers}
@@ -75,34 +70,10 @@ def measure(
         return times
 
 
-class _Side:
-    """A process of a contender, spoken to in lines of JSON. Ends with its input."""
-
-    def __init__(self, stack: contextlib.ExitStack, command: Command, *arguments: str) -> None:
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen([*command, *arguments], stdin=pipe, stdout=pipe, text=True)
-        stack.callback(self._end)
-        self._name = " ".join(arguments[:2])
-
-    def hear(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchError(f"{self._name} ended early; what it said is above")
-        return json.loads(line)
-
-    def ask(self, num_calls: int) -> list[float]:
-        """Seconds of each of `num_calls` round trips."""
-        assert self._process.stdin is not None
-        print(num_calls, file=self._process.stdin, flush=True)
-        times: list[float] = self.hear()
-        return times
-
-    def _end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+def _sides(stack: contextlib.ExitStack, name: str, command: Command, num_bytes: int, num_receivers: int) -> Process:
+    """Start a contender's processes; returns the one that calls: told a number of calls, it answers their seconds."""
+    servers = [stack.enter_context(Process(f"serve {name}", [*command, "serve", name])) for _ in range(num_receivers)]
+    places = json.dumps([server.hear() for server in servers])
+    caller = stack.enter_context(Process(f"call {name}", [*command, "call", name, places, str(num_bytes)]))
+    caller.hear()
+    return caller

@@ -20,8 +20,9 @@ def weight_sync(options: argparse.Namespace) -> dict[str, Any]:
     )
     record, rows, transport = Record("weight-sync", settings(options)), list[Row](), ""
     with hosts_of(options) as hosts:
+        receivers = receivers_of(options, len(hosts))
         for manifest in models:
-            found = _measure(options, hosts, manifest)
+            found = _measure(options, hosts, receivers, manifest)
             rows += found.rows
             transport = found.transport
     if options.gbit is not None:
@@ -29,7 +30,7 @@ def weight_sync(options: argparse.Namespace) -> dict[str, Any]:
     return record.finish(rows, transport)
 
 
-def _measure(options: argparse.Namespace, hosts: Sequence[Host], manifest: Manifest) -> Outcome:
+def _measure(options: argparse.Namespace, hosts: Sequence[Host], receivers: list[int], manifest: Manifest) -> Outcome:
     local = options.transport == "shm"
     shared = {
         "token": token(),
@@ -53,7 +54,7 @@ def _measure(options: argparse.Namespace, hosts: Sequence[Host], manifest: Manif
             return LocalPlan(lr=options.lr, rounds=options.rounds)
         return SyncPlan(
             peers=peers,
-            receivers=tuple(receivers_of(options, len(hosts))),
+            receivers=tuple(receivers),
             replicas=options.replicas,
             topologies=tuple(options.topology),
             modes=tuple(options.mode),
