@@ -130,7 +130,8 @@ async def be_trainer(listen: TcpAddress, num_steps: int, nodes_to_start: int) ->
                         rows_here = (await queue.kv_list("train"))["train"]
                         say(f"trainer: {len(rows_here)} of its rows are here, whole")
                     raise
-                await asyncio.wait_for(consumer.gone, PATIENCE_S)  # it takes the last version, and ends
+                await queue.kv_put("end", "plan", tag={"version": num_steps})
+                await asyncio.wait_for(consumer.gone, PATIENCE_S)  # in order, after it has read that
 
 
 async def train(
@@ -143,9 +144,8 @@ async def train(
 ) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(num_steps + 1):
-        if broadcaster is not None:  # to the other node, which gets it whole or not at all
-            sending = broadcaster.broadcast("trainer", Epoch(0), Version(step), PATIENCE_S)
-            (await consumer.unless_gone(sending)).require_all()
+        if broadcaster is not None:
+            await consumer.unless_gone(broadcast(broadcaster, Version(step)))
         if step == num_steps:
             break
         drawing = queue.get_meta(FIELDS, ROWS_PER_STEP, "train", task_name="update", timeout_s=PATIENCE_S)
@@ -158,6 +158,12 @@ async def train(
         if (step + 1) % 10 == 0 or step + 1 == num_steps:
             age = max(step - tag["version"] for tag in batch.tags)
             say(f"trainer: step {step + 1}, mean reward {reward:.3f}, rows up to {age} versions old")
+
+
+async def broadcast(broadcaster: Broadcaster, version: Version) -> None:
+    """To the other node, which gets it whole or not at all."""
+    report = await broadcaster.broadcast("trainer", Epoch(0), version, PATIENCE_S)
+    report.require_all()
 
 
 def update(
@@ -241,6 +247,7 @@ async def consume(model: torch.nn.Module, queue: TransferQueue, weights: WeightC
         if version == num_steps:
             reward = np.concatenate([row["rewards"] for row in rows]).mean()
             say(f"consumer: version {version}, mean reward {reward:.3f}")
+            await trainer.unless_gone(queue.kv_batch_get(["end"], "plan", timeout_s=PATIENCE_S))
             return
         keys = [f"{number}-{i}" for i in range(ROWS_PER_STEP)]
         await trainer.unless_gone(queue.kv_batch_put(keys, "train", rows, [{"version": version}] * len(keys)))
