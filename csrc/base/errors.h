@@ -42,6 +42,12 @@ class LinkError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// What an errno means and, where a limit was met, which one to raise.
+std::string error_text(int code);
+
+// What to raise if this process may lock only so much memory; empty if that is not limited.
+std::string memlock_advice();
+
 // StorageError with the text of errno: "WHAT: No space left on device".
 [[noreturn]] void throw_errno(const std::string& what);
 

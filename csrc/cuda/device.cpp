@@ -1,7 +1,5 @@
 #include "cuda/device.h"
 
-#include <sys/resource.h>
-
 #include <algorithm>
 #include <charconv>
 #include <cstring>
@@ -29,14 +27,6 @@ class HostDevice final : public Device {
   void pin(ConstBytes, bool) override {}
   void unpin(ConstBytes) noexcept override {}
 };
-
-// Says what an administrator can change; empty if locked memory is not limited.
-std::string memlock_advice() {
-  rlimit limit{};
-  if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
-  return "; a process may lock " + std::to_string(limit.rlim_cur >> 10) +
-         " KiB of memory here: raise it (ulimit -l unlimited)";
-}
 
 // The device's primary context, which torch uses too, current on this thread for a while.
 class Current {

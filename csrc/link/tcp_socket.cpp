@@ -135,6 +135,4 @@ SocketAddress peer_address(int socket) {
   return address;
 }
 
-std::string error_text(int code) { return std::generic_category().message(code); }
-
 }  // namespace psrl::link::tcp

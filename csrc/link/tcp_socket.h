@@ -37,6 +37,4 @@ void limit_unsent(int socket, uint64_t bytes);
 SocketAddress local_address(int socket);
 SocketAddress peer_address(int socket);
 
-std::string error_text(int code);
-
 }  // namespace psrl::link::tcp

@@ -92,9 +92,7 @@ bool puts_by_message(const UcxApi& ucx) {
 
 Fd make_eventfd() {
   Fd fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!fd)
-    throw LinkError("no descriptor for a link endpoint: " + std::string(std::strerror(errno)) +
-                    "; raise ulimit -n");
+  if (!fd) throw LinkError("no descriptor for a link endpoint: " + error_text(errno));
   return fd;
 }
 
@@ -305,10 +303,8 @@ UcxRegionPtr UcxEndpoint::registered(UcxRegionPtr region) {
     }
     auto status = ucx_.ucp_mem_map(context_, &params, &region->memory);
     if (status != UCS_OK) {
-      fail(ucx_,
-           "cannot register " + std::to_string(region->const_bytes.size()) +
-               " bytes with UCX (locked memory: ulimit -l)",
-           status);
+      throw LinkError("cannot register " + std::to_string(region->const_bytes.size()) +
+                      " bytes with UCX: " + ucx_.ucs_status_string(status) + memlock_advice());
     }
     void* key = nullptr;
     size_t num_key = 0;

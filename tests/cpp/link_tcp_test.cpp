@@ -493,7 +493,7 @@ TEST(LinkTcp, PullsTakeOnlyWhatWasAskedFor) {
   }
 }
 
-TEST(LinkTcp, OutOfDescriptorsIsOnlyAWait) {
+TEST(LinkTcp, OutOfDescriptorsIsOnlyAWaitAndIsToldToWhoBegins) {
 #ifdef __SANITIZE_ADDRESS__
   GTEST_SKIP() << "the sanitizers' own check of an object's type opens a pipe, for which nothing "
                   "is left here";
@@ -511,7 +511,16 @@ TEST(LinkTcp, OutOfDescriptorsIsOnlyAWait) {
   first.send(encode_notice(1, "n"));
   EXPECT_EQ(first.frame().type, FrameType::kAck);
   std::this_thread::sleep_for(120ms);
+  const Event refused = a.done(a->connect("tcp:127.0.0.1:9", in(kPatience)));
+  std::string told;
+  try {
+    make_tcp_endpoint({.name = "b", .token = kToken});
+  } catch (const std::runtime_error& error) {
+    told = error.what();
+  }
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &old), 0);
+  EXPECT_NE(refused.text.find("ulimit -n"), std::string::npos) << refused.text;
+  EXPECT_NE(told.find("ulimit -n"), std::string::npos) << told;
   EXPECT_TRUE(waiting.shake_hands());
   EXPECT_TRUE(late.shake_hands());
 }

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -123,6 +124,26 @@ TEST(Segment, SaysWhatIsMissingWhenMemoryIsShort) {
   EXPECT_TRUE(contains(text, std::to_string(size))) << text;
   EXPECT_TRUE(contains(text, "available")) << text;
   EXPECT_TRUE(contains(text, "transfer_queue.arena_bytes")) << text;
+}
+
+TEST(Segment, SaysWhatToRaiseWithoutDescriptors) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "the sanitizers' own check of an object's type opens a pipe, for which nothing "
+                  "is left here";
+#endif
+  const TemporaryDirectory directory;
+  rlimit old{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &old), 0);
+  rlimit none = old;
+  none.rlim_cur = 3;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  const std::string making = error_of([&] { make("queue", 8192); });
+  const std::string serving = error_of([&] { SegmentServer(directory / "segments"); });
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &old), 0);
+  for (const std::string& text : {making, serving}) {
+    EXPECT_TRUE(contains(text, "Too many open files")) << text;
+    EXPECT_TRUE(contains(text, "ulimit -n")) << text;
+  }
 }
 
 TEST(Memory, IsTheTightestOfHostAndCgroups) {
