@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from psrl._core import Segment, WeightStore, crc32c
+from psrl._core import Segment, WeightStore, chunk_checksums
 from psrl.bench.record import commit
 from psrl.rollout.engine.model_weights import ModelWeights
 from psrl.types import Version
@@ -139,7 +139,7 @@ def measure_staging(stage: Callable[[], float], num_bytes: int, where: torch.dev
     for _ in range(rounds):
         staged.append(stage())
         copies.append(pinned.nbytes / 1e9 / seconds(lambda: there.copy_(pinned), where))
-        sums.append(sample.nbytes / 1e9 / seconds(lambda: crc32c(sample), where))
+        sums.append(sample.nbytes / 1e9 / seconds(lambda: chunk_checksums(sample), where))
     loaded: list[float] = []
     with Load(where) as load:
         alone = load.during(lambda: time.sleep(1.0))["steps_s"]
