@@ -46,7 +46,7 @@ ROWS_PER_STEP = 64
 NUM_INPUTS, NUM_ACTIONS = 8, 4
 FIELDS = ["contexts", "actions", "rewards"]
 QUEUE_PLAN = QueuePlan.of(16 << 20, extent_bytes=1 << 16)
-PATIENCE_S = 60.0  # for the other process to do its part
+PATIENCE_S = 120.0  # for the other process to do its part
 
 T = TypeVar("T")
 

@@ -34,7 +34,7 @@ class Run:
             self._lines.put(line)
         self._lines.put("")
 
-    def until(self, pattern: str, timeout_s: float = 120) -> "re.Match[str]":
+    def until(self, pattern: str, timeout_s: float = 200) -> "re.Match[str]":
         """The first line that matches. "" is the end: of both processes."""
         deadline = time.monotonic() + timeout_s
         while True:
