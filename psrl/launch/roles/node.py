@@ -40,7 +40,7 @@ class Node(Actor):
 
     @handler(idempotent=True)
     async def process_lost(self, message: ProcessLost) -> Ack:
-        """Take back what a dead process held, and offer its work again."""
+        """Offer the work of a dead process again. What it held of the queue is given back by psrl.transfer.clients."""
         self._num_lost[message.role] = self._num_lost.get(message.role, 0) + 1
         if message.role == "replica":
             self._weights.release_client(message.name)
