@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
                        help="of a field that is viewed, and of a row that is copied: 64k, 4m")  # fmt: skip
     queue.add_argument("--tokens", type=_at_least(1), default=2048, help="of a sample")
     queue.add_argument("--rows", type=_at_least(20), default=1024, help="of a batch, 9 fields of 8192 fp32 each")
-    queue.add_argument("--mib", type=_positive, default=64.0, help="copied, or read from another node, in a round")
+    queue.add_argument("--mib", type=_positive, help="in a round: copied (256), or read from another node (64)")
     queue.add_argument("--receivers", nargs="+", type=_at_least(1), help="processes or nodes that read at once")
     _places(queue)
 

@@ -10,7 +10,8 @@ import secrets
 import shlex
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ Setup = WeightSetup | QueueSetup
 Plan = SyncPlan | LocalPlan | ReadPlan
 
 START_S = 120.0
+_END_S = 3.0
+_LINE_BYTES = 64 << 20
 
 
 def token() -> str:
@@ -75,19 +78,36 @@ def port_of(runtime: Runtime) -> int:
 
 
 async def _main() -> None:
-    setup = msgspec.json.decode(await asyncio.to_thread(sys.stdin.buffer.readline), type=Setup)
+    reader = asyncio.StreamReader(limit=_LINE_BYTES)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    setup = msgspec.json.decode(await reader.readline(), type=Setup)
     os.environ.update(setup.environment)
-    behave: Callable[[Any, Hear], Awaitable[None]]
+    behave: Callable[[Any, Hear], Coroutine[Any, Any, None]]
     if isinstance(setup, WeightSetup):
         from psrl.bench.weight_node import be_node as behave
     else:
         from psrl.bench.queue_node import be_node as behave
+    plans: asyncio.Queue[Plan | None] = asyncio.Queue()
+    work = asyncio.create_task(behave(setup, plans.get))
+    listening = asyncio.create_task(_listen(reader, plans, work))
+    with contextlib.suppress(asyncio.CancelledError):  # told to end in the middle of a plan
+        await work
+    listening.cancel()
 
-    async def hear() -> Plan | None:
-        line = await asyncio.to_thread(sys.stdin.buffer.readline)
-        return msgspec.json.decode(line, type=Plan) if line else None
 
-    await behave(setup, hear)
+async def _listen(
+    reader: asyncio.StreamReader, plans: "asyncio.Queue[Plan | None]", work: "asyncio.Task[None]"
+) -> None:
+    """Passes on what comes. At the end of the input there is some time to end in order, then in any way."""
+    while line := await reader.readline():
+        plans.put_nowait(msgspec.json.decode(line, type=Plan))
+    plans.put_nowait(None)
+    last = threading.Timer(3 * _END_S, os._exit, [1])  # also where a thread is in the middle of a long send
+    last.daemon = True
+    last.start()
+    await asyncio.sleep(_END_S)
+    work.cancel()
 
 
 if __name__ == "__main__":

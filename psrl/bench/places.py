@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,15 +40,12 @@ def receivers_of(options: argparse.Namespace, num_hosts: int) -> list[int]:
 
 
 def environment_of(options: argparse.Namespace) -> dict[str, str]:
-    """For the processes. Namespaces share a kernel, so UCX would find a way around their links."""
-    return {"UCX_TLS": "tcp,self"} if options.netns else {}
+    """For the processes, wherever they are: what is set here for UCX. In namespaces it is held to their links."""
+    ours = {name: value for name, value in os.environ.items() if name == "PSRL_UCX" or name.startswith("UCX_")}
+    return ours | {"UCX_TLS": "tcp,self"} if options.netns else ours
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, as it is kept beside the result."""
-    left_out = ("run", "json", "command")
-    return {
-        name: str(value) if name == "hosts" else value
-        for name, value in vars(options).items()
-        if value is not None and name not in left_out
-    }
+    left_out = ("run", "json", "command", "hosts", "ssh", "python", "versions", "timeout_s")  # paths of this machine
+    return {name: value for name, value in vars(options).items() if value is not None and name not in left_out}

@@ -33,7 +33,7 @@ def queue(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _on_a_node(options: argparse.Namespace) -> list[Row]:
-    rows, rounds, total = list[Row](), options.rounds, int(options.mib * MIB)
+    rows, rounds, total = list[Row](), options.rounds, int((options.mib or 256.0) * MIB)
     if "core" in options.parts:
         rows += [view(size, rounds) for size in options.sizes]
         rows += copies(f"a sample of {options.tokens} tokens, 6 fields", sample(options.tokens), total, rounds)
@@ -116,7 +116,7 @@ def batch(load: Load, rounds: int, num_readers: int) -> list[Row]:
 
 def _across(options: argparse.Namespace, record: Record) -> dict[str, Any]:
     rows, transport = list[Row](), ""
-    num_rows = max(int(options.mib * MIB) // ROW_BYTES, 1)
+    num_rows = max(int((options.mib or 64.0) * MIB) // ROW_BYTES, 1)
     with hosts_of(options) as hosts:
         for num_receivers in receivers_of(options, len(hosts)):
             shared = {"token": token(), "transport": options.transport, "environment": environment_of(options)}

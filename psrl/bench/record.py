@@ -26,7 +26,7 @@ class Record:
             "bench": self._bench,
             "rows": rows,
             "settings": self._settings,
-            "transport": transport,
+            "transport": transport.replace(f"{sys.prefix}/", ""),
             "load_average": [round(self._load, 2), round(os.getloadavg()[0], 2)],
             **machine(),
         }
