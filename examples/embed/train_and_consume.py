@@ -93,6 +93,7 @@ def make_model() -> torch.nn.Module:
 async def be_trainer(listen: TcpAddress, num_steps: int, nodes_to_start: int) -> None:
     torch.manual_seed(0)
     model, consumer, secret = make_model(), Peer(), os.environ[TOKEN].encode()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     manifest = describe(model.state_dict().items())
     with tempfile.TemporaryDirectory(prefix="psrl") as folder, NodeSegments(f"{folder}/segments") as segments:
         segments.create_queue(QUEUE_PLAN)
@@ -119,7 +120,7 @@ async def be_trainer(listen: TcpAddress, num_steps: int, nodes_to_start: int) ->
                     runtime.watch(there, consumer.ended)
                     broadcaster = Broadcaster({"trainer": server, "consumer": there})
                 try:
-                    await train(model, num_steps, queue, weights, broadcaster if is_far else None, consumer)
+                    await train(model, optimizer, num_steps, queue, weights, broadcaster if is_far else None, consumer)
                 except Lost as lost:
                     newest = weights.store.newest()
                     say(f"trainer: the consumer is gone: {lost}; the last version is {newest and newest.version}")
@@ -136,13 +137,13 @@ async def be_trainer(listen: TcpAddress, num_steps: int, nodes_to_start: int) ->
 
 async def train(
     model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
     num_steps: int,
     queue: TransferQueue,
     weights: WeightClient,
     broadcaster: Broadcaster | None,
     consumer: Peer,
 ) -> None:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(num_steps + 1):
         if broadcaster is not None:
             await consumer.unless_gone(broadcast(broadcaster, Version(step)))
