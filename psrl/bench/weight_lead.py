@@ -14,7 +14,7 @@ from psrl.bench.replica import checksums
 from psrl.bench.rounds import Row, gbytes_per_s, in_turn, median_ms, multiple, seconds, share
 from psrl.bench.versions import Masters
 from psrl.bench.weight_node import Node, Replicas
-from psrl.errors import StorageError
+from psrl.errors import BenchError, StorageError
 from psrl.types import Epoch, Version
 from psrl.weights.broadcast import Broadcaster, BroadcastSettings
 from psrl.weights.publish import WeightPublisher
@@ -54,6 +54,7 @@ async def lead(node: Node, own: ParameterServer, plan: SyncPlan) -> Outcome:
             raw_s = await asyncio.to_thread(best_of, raw.send)
             for way in in_turn(ways, max(turn, 0)):
                 await way.sync(trainer, readers, raw_s)
+        await ways[0].require_same()
         for reader in readers:
             trainer.require_run(await reader.check(Check()))
         for way in ways:
@@ -90,7 +91,8 @@ class _Trainer:
 
     def require_run(self, checked: Checked) -> None:
         expected = checksums(self._tensors)
-        assert all(sums == expected for sums in checked.sums), "a replica runs other bytes than were published"
+        if any(sums != expected for sums in checked.sums):
+            raise BenchError("a replica runs other bytes than were published")
 
 
 class _Way:
@@ -128,6 +130,13 @@ class _Way:
             "pause": max((taken for answer in answers for taken in answer.pause_s), default=0.0),
         }.items():
             self._times.setdefault(name, []).append(taken)
+
+    async def require_same(self) -> None:
+        """All nodes have the content that the source has."""
+        states, lost = await self._broadcaster.states()
+        contents = {state.newest.content if state.newest else b"" for state in states.values()}
+        if lost or len(contents) != 1:
+            raise BenchError(f"nodes have not what was published: {lost or contents}")
 
     def rows(self, num_receivers: int, num_replicas: int) -> list[Row]:
         """Raises StorageError if versions went otherwise than was asked for."""
