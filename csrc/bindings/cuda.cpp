@@ -26,8 +26,8 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 using Seconds = std::chrono::duration<double>;
 
 Bound<WeightStager> make_stager(const WeightStore& store, const std::string& hash,
-                                          const std::string& client,
-                                          const std::shared_ptr<Device>& device, uint64_t into) {
+                                const std::string& client, const std::shared_ptr<Device>& device,
+                                uint64_t into) {
   weights::ManifestHash manifest_hash;
   if (hash.size() != sizeof(manifest_hash)) {
     throw StorageError("weights: a manifest hash has 16 bytes");
@@ -52,7 +52,7 @@ void bind_cuda(py::module_& m) {
       .def(py::init([](std::shared_ptr<Device> device, std::shared_ptr<Segment> segment,
                        double pause_s) {
              return make_bound<HostRegistration>(std::move(device), std::move(segment),
-                                                       Seconds(pause_s));
+                                                 Seconds(pause_s));
            }),
            py::arg("device"), py::arg("segment"), py::arg("pause_s") = 0.005, NoGil())
       .def_property_readonly("num_pieces", &HostRegistration::num_pieces)

@@ -89,7 +89,7 @@ Deadline after(double seconds) {
 }
 
 Bound<LinkEndpoint> make(const std::string& transport, const std::string& name,
-                                   const std::string& host, uint16_t port, const py::bytes& token) {
+                         const std::string& host, uint16_t port, const py::bytes& token) {
   const EndpointOptions options{name, host, port, token};
   // Which libucp that is, is decided there.
   if (transport == "ucx") py::module_::import("psrl.ucx").attr("load")();
@@ -179,9 +179,7 @@ py::dict as_dict(const PeerCounters& peer) {
 
 }  // namespace
 
-Endpoint& endpoint_of(const py::object& endpoint) {
-  return endpoint.cast<LinkEndpoint&>().get();
-}
+Endpoint& endpoint_of(const py::object& endpoint) { return endpoint.cast<LinkEndpoint&>().get(); }
 
 void bind_link(py::module_& m) {
   py::class_<Region, RegionPtr>(m, "LinkRegion")

@@ -59,12 +59,11 @@ py::bytes bytes_of(const std::vector<bool>& flags) {
   return std::string(flags.begin(), flags.end());
 }
 
-Bound<WeightRelay> open(const py::object& endpoint, const link::RegionPtr& region,
-                                  uint64_t offset, uint64_t length, uint64_t transfer,
-                                  const Table& units, uint64_t chunk_bytes,
-                                  std::vector<uint32_t> expected, const py::bytes& have,
-                                  uint32_t max_in_flight, double put_timeout_s,
-                                  const std::optional<std::pair<WeightStore, Lease>>& lease) {
+Bound<WeightRelay> open(const py::object& endpoint, const link::RegionPtr& region, uint64_t offset,
+                        uint64_t length, uint64_t transfer, const Table& units,
+                        uint64_t chunk_bytes, std::vector<uint32_t> expected, const py::bytes& have,
+                        uint32_t max_in_flight, double put_timeout_s,
+                        const std::optional<std::pair<WeightStore, Lease>>& lease) {
   RelayOptions options{.transfer = transfer,
                        .units = units_of(units),
                        .chunk_bytes = chunk_bytes,

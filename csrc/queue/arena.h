@@ -75,7 +75,8 @@ class Arena {
 };
 
 // While it lives, the extent is not given to anyone else, so what was read there stays as it is.
-// Returned by the destructor, though not by that of a fork; a dead process's leases are returned by ArenaManager::release_client.
+// Returned by the destructor, though not by that of a fork; a dead process's leases are returned by
+// ArenaManager::release_client.
 class Lease {
  public:
   // Raises UnknownKey if the extent is past that generation, Revoked if the client was released.

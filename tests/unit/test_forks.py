@@ -1,4 +1,4 @@
-"""What ends in a fork ends for nobody: event loops run Python, and its garbage collector, in forks on their way to exec."""
+"""What ends in a fork ends for nobody: event loops run Python, and collect garbage, in forks on their way to exec."""
 
 import gc
 import os
