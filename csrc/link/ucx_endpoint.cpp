@@ -180,6 +180,9 @@ void UcxEndpoint::open(const EndpointOptions& options) {
     if (!interface.empty()) unless_set("NET_DEVICES", interface);
   }
 
+  // Old versions end what they send without a copy twice when the peer dies, and abort.
+  if (puts_by_message(ucx_)) unless_set("ZCOPY_THRESH", "inf");
+
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_MT_WORKERS_SHARED;
   params.features = UCP_FEATURE_RMA | UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
