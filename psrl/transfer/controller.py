@@ -78,16 +78,21 @@ JOIN_TIMEOUT_S = 20.0
 
 class QueueController(Actor):
     def __init__(
-        self, storage: StorageActor | Mapping[int, StorageActor], *, samplers: Mapping[str, Sampler] | None = None
+        self,
+        storage: StorageActor | Mapping[int, StorageActor],
+        *,
+        samplers: Mapping[str, Sampler] | None = None,
+        restart_wait_s: float = RESTART_WAIT_S,
     ) -> None:
-        """`storage` are refs, by node; a single one is node 0. `samplers` may be named in get_meta."""
+        """`storage` are refs, by node; a single one is node 0, and a dead one is waited for so long. `samplers` may be
+        named in get_meta."""
         self._storages = dict(storage) if isinstance(storage, Mapping) else {0: storage}
         self._samplers = dict(samplers or {})
         self._nodes: dict[int, NodeAt] = {}  # those that have joined
         self._index = Index()
         self._tasks = Tasks(self._index)
         self._waiting = Waiting()
-        self._patience = Patience(RESTART_WAIT_S)
+        self._patience = Patience(restart_wait_s)
         self._to_free: dict[RecordRef, None] = {}  # out of use, not yet freed
         self._freeing = asyncio.Event()
         self._dead: dict[tuple[int, int], int] = {}  # node, client number -> last incarnation that counts as dead

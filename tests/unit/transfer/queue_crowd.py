@@ -23,6 +23,7 @@ from psrl.transfer import QueueController, StorageActor, TransferQueue
 from psrl.transfer.segments import QUEUE, SegmentSource
 
 RESTART_WAIT_S = 60.0
+STORAGE_WAIT_S = 25.0  # within the deadline of the calls that wait for it; the machine may be busy
 TASK = "train"
 
 
@@ -42,7 +43,7 @@ async def serve(role: str, segments: str, storage_path: str, controller_path: st
             runtime.spawn(role, StorageActor(SegmentSource(segments).fetch(QUEUE)))
         else:
             storage = await runtime.connect(StorageActor, "storage", UnixAddress(storage_path), timeout_s=60)
-            runtime.spawn(role, QueueController(storage))
+            runtime.spawn(role, QueueController(storage, restart_wait_s=STORAGE_WAIT_S))
         print("ready", flush=True)
         await asyncio.Event().wait()
 

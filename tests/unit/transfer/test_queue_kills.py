@@ -154,7 +154,7 @@ async def settle(at: Crowd, runtime: Runtime) -> None:
         for i in range(process.num_clients):
             await released(controller, f"{process.name}.{i}")
     usage = await storage.get_usage(GetUsage())
-    assert (usage.row_bytes, usage.leased_bytes) == (0, 0)
+    assert (usage.row_bytes, usage.leased_bytes) == (0, 0), usage
     assert usage.free_bytes >= usage.capacity - usage.extent_bytes  # storage's own extent, open for notes
 
 
