@@ -14,6 +14,7 @@ have been told by Offer), every node gets all parts along chains of its own, and
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
@@ -284,6 +285,8 @@ class _Transfer:
         self._changed = asyncio.Event()
         self._relinks: dict[tuple[int, NodeName], int] = {}
         self._to_mend: dict[tuple[int, NodeName], tuple[NodeName, str, float]] = {}
+        self._moving: dict[tuple[int, NodeName], asyncio.Task[None]] = {}  # hops that are being made anew: the last
+        self._moves: set[asyncio.Task[None]] = set()  # and all
         self._number = prepare.transfer
 
     @property
@@ -314,9 +317,10 @@ class _Transfer:
         finally:
             self.ended_s = now()
             self.seconds = self.ended_s - started
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
+            tasks = [*watchers, *self._moves]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._end()
         return self
 
@@ -399,18 +403,18 @@ class _Transfer:
         except TimeoutError:
             pass
         self._changed.clear()
-        await self._leave_lost()
+        self._leave_lost()
         if self._accept is None:
             await self._commit([node for node in self._receivers if node not in self.whole and self._sealed(node)])
         for node, progress in list(self._progress.items()):
             for name, why in progress.lost.items():
                 part, child = int(name.split(":", 1)[0]), name.split(":", 1)[1]
-                if node in self.lost or self._routes[part].parent(child) != node:
+                if node in self.lost or self._routes[part].parent(child) != node or (part, child) in self._moving:
                     continue
                 if self._heard_s[node] > self._linked_s.get((part, child), 0.0):
                     self._broken(part, node, child, why)
-        await self._mend()
-        await self._look_for_slow()
+        self._mend()
+        self._look_for_slow()
 
     def _sealed(self, node: NodeName) -> bool:
         return node in self._progress and self._progress[node].sealed
@@ -425,9 +429,8 @@ class _Transfer:
             if node not in self.whole:
                 self._lose(node, reason)
 
-    async def _leave_lost(self) -> None:
+    def _leave_lost(self) -> None:
         """Routes without nodes that are lost. Without its source a part goes on from a node that has all of it."""
-        moves: list[Awaitable[None]] = []
         for part, route in enumerate(self._routes):
             for node in route.nodes:
                 if node not in self.lost:
@@ -436,8 +439,7 @@ class _Transfer:
                     route = self._new_source(part, route)
                 else:
                     route = route.pass_by(node, dead=True)
-            moves += self._reroute(part, route)
-        await asyncio.gather(*moves)
+            self._reroute(part, route)
 
     def _new_source(self, part: int, route: Route) -> Route:
         whole = [n for n in route.nodes if n not in self.lost and self._has(n, part) == self._num_units[part]]
@@ -451,26 +453,49 @@ class _Transfer:
         progress = self._progress.get(node)
         return progress.have[part] if progress else 0
 
-    def _reroute(self, part: int, route: Route) -> list[Awaitable[None]]:
-        """Take `route` for the part; what that changes."""
+    def _reroute(self, part: int, route: Route) -> None:
+        """Take `route` for the part, and begin what that changes."""
         old, self._routes[part] = self._routes[part], route
-        return [
-            self._move(part, old.parent(child), parent, child)
-            for child, parent in route.parents
-            if old.parent(child) != parent
-        ]
+        for child, parent in route.parents:
+            if old.parent(child) != parent:
+                self._begin_hop(part, child, old.parent(child))
 
-    async def _move(self, part: int, old: NodeName | None, parent: NodeName, child: NodeName) -> None:
+    def _begin_hop(self, part: int, child: NodeName, old: NodeName | None = None) -> None:
+        """Bring the part to `child` from who is its parent now, and no more from `old`. Nobody waits for it: a node
+        that stands still would hold up all others."""
+        before = self._moving.get((part, child))
+        move = self._moving[part, child] = asyncio.ensure_future(self._move(part, child, old, before))
+
+        def moved(task: asyncio.Task[None]) -> None:
+            self._moves.discard(task)
+            if self._moving.get((part, child)) is task:
+                del self._moving[part, child]
+            self._changed.set()
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._lose(child, f"it cannot be moved: {error!r}")
+
+        self._moves.add(move)
+        move.add_done_callback(moved)
+
+    async def _move(
+        self, part: int, child: NodeName, old: NodeName | None, before: "asyncio.Task[None] | None"
+    ) -> None:
+        if before is not None:
+            await asyncio.wait([before])
         if old is not None and old not in self.lost:
-            await _asked(self._server(old).stop_sending(StopSending(self._number, part, child)))
-        if child not in self.lost and self._has(child, part) < self._num_units[part]:
+            # If it stands still it need not hear of it: the window that it puts into is closed by the next.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await _asked(self._server(old).stop_sending(StopSending(self._number, part, child)))
+        parent = self._routes[part].parent(child)
+        if parent is not None and child not in self.lost and self._has(child, part) < self._num_units[part]:
             await self._link(part, parent, child)
 
     def _broken(self, part: int, parent: NodeName, child: NodeName, why: str) -> None:
         """A hop between two nodes that both may live: try anew a few times, then the successor is lost."""
         self._to_mend.setdefault((part, child), (parent, why, now()))
 
-    async def _mend(self) -> None:
+    def _mend(self) -> None:
         broken, self._to_mend = self._to_mend, {}
         for (part, child), (parent, why, noticed_s) in broken.items():
             if child in self.lost or self._has(child, part) == self._num_units[part]:
@@ -484,9 +509,9 @@ class _Transfer:
             if self._relinks[part, child] > _RELINKS:
                 self._lose(child, f"{parent} cannot reach it: {why}")
             else:
-                await self._link(part, parent, child)
+                self._begin_hop(part, child)
 
-    async def _look_for_slow(self) -> None:
+    def _look_for_slow(self) -> None:
         for part, route in enumerate(self._routes):
             have = {node: self._has(node, part) for node in route.nodes}
             have[route.source] = self._num_units[part]
@@ -494,7 +519,7 @@ class _Transfer:
             if slow is not None:
                 logger.warning("transfer of version %d: %s is slow, it is passed by", self.prepare.version, slow)
                 self.passed.append(slow)
-                await asyncio.gather(*self._reroute(part, route.pass_by(slow, dead=False)))
+                self._reroute(part, route.pass_by(slow, dead=False))
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
