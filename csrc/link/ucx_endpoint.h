@@ -21,8 +21,10 @@
 #include <netinet/in.h>
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <functional>
+#include <future>
 #include <map>
 #include <mutex>
 #include <set>
@@ -41,6 +43,8 @@ namespace psrl::link::ucx {
 // Puts and pulls up to this size travel inside a message.
 inline constexpr uint64_t kInlineBytes = 64 << 10;
 inline constexpr size_t kInlinePieces = 1024;
+// For UCX to end what was cut.
+inline constexpr auto kReapGrace = std::chrono::seconds(1);
 
 class UcxRegion final : public Region {
  public:
@@ -175,19 +179,21 @@ class UcxEndpoint final : public Endpoint {
     EventSink* sink;
   };
 
-  // Any thread.
+  // Any thread: its life (ucx_endpoint.cpp).
   void open(const EndpointOptions& options);
   void listen(const EndpointOptions& options);
-  UcxRegionPtr registered(UcxRegionPtr region);
-  UcxRegionPtr known(const RegionPtr& region) const;
-  OpId submit(std::shared_ptr<Operation> op);
+  void release();
   bool on_thread() const;
   void wake() const;
   void post(Task task) const;
   template <typename F>
   auto call(F function) const;
+
+  // Any thread: memory (ucx_memory.cpp), what is asked of it (ucx_submit.cpp).
+  UcxRegionPtr registered(UcxRegionPtr region);
+  UcxRegionPtr known(const RegionPtr& region) const;
   void quiesce(const std::set<uint64_t>& windows);
-  void release();
+  OpId submit(std::shared_ptr<Operation> op);
 
   // Progress thread: the loop (ucx_endpoint.cpp).
   void run();
@@ -314,5 +320,23 @@ class UcxEndpoint final : public Endpoint {
   bool forced_ = false;   // its deadline is over
   Deadline leave_by_;
 };
+
+// Runs `function` on the progress thread and returns what it does; inline when that has ended.
+template <typename F>
+auto UcxEndpoint::call(F function) const {
+  if (on_thread()) return function();
+  std::packaged_task<decltype(function())()> task(std::move(function));
+  auto result = task.get_future();
+  std::unique_lock lock(mutex_);
+  if (running_) {
+    tasks_.push_back([&task] { task(); });
+    lock.unlock();
+    wake();
+  } else {
+    lock.unlock();
+    task();
+  }
+  return result.get();
+}
 
 }  // namespace psrl::link::ucx

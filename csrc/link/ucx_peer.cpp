@@ -16,7 +16,6 @@ using namespace std::chrono_literals;
 
 constexpr auto kHelloWithin = 60s;  // so that nobody stays for ever; who connects has a deadline
 constexpr auto kLinger = 1s;        // for the other side to hang up after both said goodbye
-constexpr auto kReapGrace = 1s;     // for UCX to end what was cut
 
 // A message under way, or a note that a connection's last flush or its closing ended.
 struct Outgoing {

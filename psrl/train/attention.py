@@ -10,17 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from psrl.train.packed import Bucket, Layout
 
 NAME = "psrl_packed"
-
-_GROUPED: dict[str, Any] = (  # torch 2.11 takes grouped heads as they are, later ones ask for a flag
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
 
 
 def register() -> None:
@@ -51,6 +46,9 @@ def packed_attention(
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         from torch.nn.attention.varlen import varlen_attn
 
+        # torch 2.11 takes grouped heads as they are, later ones ask for a flag
+        flags = {"enable_gqa"} & inspect.signature(varlen_attn).parameters.keys()
+        grouped: dict[str, Any] = dict.fromkeys(flags, True)
         result = varlen_attn(
             q.contiguous(),
             k.contiguous(),
@@ -61,7 +59,7 @@ def packed_attention(
             packed.longest,
             scale=scaling,
             window_size=(-1 if window is None else window - 1, 0),
-            **_GROUPED,
+            **grouped,
         )
         assert isinstance(result, Tensor)  # a tuple only when more than the output is asked for
         return result.unsqueeze(0), None

@@ -357,7 +357,7 @@ TEST(DeltaPatch, NamesWhatIsDamaged) {
 // PSRL_FUZZ_INPUTS. The blocks stand in allocations of their own size, for sanitizers.
 TEST(DeltaPatch, SurvivesAnyBytes) {
   const char* wanted = std::getenv("PSRL_FUZZ_INPUTS");
-  const int num_inputs = wanted != nullptr ? std::atoi(wanted) : 20000;
+  const int num_inputs = wanted != nullptr ? std::atoi(wanted) : 5000;
   Random random(2024);
   const DeltaLayout layout({{256, Item::kByte}, {1024, Item::kFloat32}, {4096, Item::kFloat16}});
   const Data base = random_bytes(4096, 1);

@@ -349,7 +349,8 @@ TEST_P(LinkContract, NothingIsWrittenAfterWithdraw) {
         << event.text;
     if (event.status == Status::kPeerLost) return;  // the contract allows it
     a.done(a->flush(peer, in(kPatience)));
-    for (size_t i = 0; i < kBytes; ++i) ASSERT_EQ(b.data()[i], std::byte{2}) << i;
+    ASSERT_EQ(b.data()[0], std::byte{2});
+    ASSERT_EQ(std::memcmp(b.data(), b.data() + 1, kBytes - 1), 0) << "not all bytes are alike";
   }
 }
 

@@ -80,7 +80,8 @@ void exercise() {
                 event.status == Status::kPeerLost)
         << event.text;
     a.done(a->flush(peer, in(kPatience)));
-    for (size_t i = 0; i < kBytes; ++i) ASSERT_EQ(b.data()[i], std::byte{2}) << i;
+    ASSERT_EQ(b.data()[0], std::byte{2});
+    ASSERT_EQ(std::memcmp(b.data(), b.data() + 1, kBytes - 1), 0) << "not all bytes are alike";
     if (event.status == Status::kPeerLost) return;  // slow to answer on a busy machine: cut off
   }
   EXPECT_EQ(a.done(a.put(peer, b.window(), {{0, 0, kBytes}})).status, Status::kOk);
@@ -140,7 +141,8 @@ TEST(LinkUcx, WithdrawCutsOffASenderThatStandsStill) {
     std::memset(b.data(), 2, kBytes);
     child.signal(SIGCONT);
     std::this_thread::sleep_for(300ms);
-    for (size_t i = 0; i < kBytes; ++i) ASSERT_EQ(b.data()[i], std::byte{2}) << i;
+    ASSERT_EQ(b.data()[0], std::byte{2});
+    ASSERT_EQ(std::memcmp(b.data(), b.data() + 1, kBytes - 1), 0) << "not all bytes are alike";
   }
 }
 

@@ -97,7 +97,7 @@ def test_it_learns_with_what_crossed_between_the_processes(nodes: str, folder: s
     assert os.listdir(f"{folder}/tmp") == []
 
 
-@pytest.mark.parametrize("nodes", ["1", "2"])
+@pytest.mark.parametrize("nodes", [pytest.param("1", marks=pytest.mark.deep), "2"])
 def test_a_killed_trainer_is_told_by_the_consumer_which_ends(nodes: str, folder: str) -> None:
     with running(folder, "--nodes", nodes, "--steps", "1000000") as run:
         trainer = int(run.until(r"trainer: process (\d+)").group(1))
@@ -112,7 +112,7 @@ def test_a_killed_trainer_is_told_by_the_consumer_which_ends(nodes: str, folder:
         assert os.listdir(f"{folder}/tmp") == []
 
 
-@pytest.mark.parametrize("nodes", ["1", "2"])
+@pytest.mark.parametrize("nodes", [pytest.param("1", marks=pytest.mark.deep), "2"])
 def test_a_killed_consumer_is_told_by_the_trainer_which_ends(nodes: str, folder: str) -> None:
     with running(folder, "--nodes", nodes, "--steps", "1000000") as run:
         consumer = int(run.until(r"consumer: process (\d+)").group(1))

@@ -92,11 +92,11 @@ def test_workers_are_replaced_and_their_work_goes_on(start_run: Callable[..., An
 @pytest.mark.slow
 def test_a_quick_start_survives_the_loss_of_its_only_reward_worker(start_run: Callable[..., Any]) -> None:
     """Answers come faster than the worker is back: they wait for it instead of failing their groups."""
-    live = start_run("run", "trainer.total_training_steps=60", "psrl.deployment.max_restarts=10")
-    for step in (2, 20):
+    live = start_run("run", "trainer.total_training_steps=30", "psrl.deployment.max_restarts=10")
+    for step in (2, 10):
         live.wait_step(step)
         live.kill("reward-0")
-    check_whole(live, 60 * 4)
+    check_whole(live, 30 * 4)
     assert live.attempts()[-1]["counters"]["failed"] == 0
 
 

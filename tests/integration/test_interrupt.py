@@ -58,33 +58,35 @@ def interrupt(live: Any, *signals: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_run_directory_outlives_signals_at_every_stage(start_run: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("every_stage", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_a_run_directory_outlives_signals(start_run: Callable[..., Any], every_stage: bool) -> None:
     shared_before = set(os.listdir("/dev/shm"))
 
     live = start_run("run", *SLOW)
-    in_start_up(live)
-    assert interrupt(live, signal.SIGINT, signal.SIGINT) == 130
-    assert "interrupted by SIGINT" in live.output()
-
-    live = start_run("run", *SLOW)
-    in_validation(live)
-    assert interrupt(live, signal.SIGTERM) == 130
-    assert "interrupted by SIGTERM" in live.output()
-
-    live = start_run("run", *SLOW)
     in_generation(live)
     assert interrupt(live, signal.SIGINT) == 130
+    assert "interrupted by SIGINT" in live.output()
 
     live = start_run("run", *SLOW, TRAINING_LONG, "trainer.val_before_train=false")
     in_training(live)
-    assert interrupt(live, signal.SIGINT) == 130
+    assert interrupt(live, signal.SIGINT, signal.SIGINT) == 130
 
-    live = start_run("run", *SLOW)
-    in_generation(live)
-    live.processes()
-    live.popen.kill()
-    assert live.end() == -signal.SIGKILL
-    assert live.leftovers() == []
+    if every_stage:
+        live = start_run("run", *SLOW)
+        in_start_up(live)
+        assert interrupt(live, signal.SIGINT, signal.SIGINT) == 130
+
+        live = start_run("run", *SLOW)
+        in_validation(live)
+        assert interrupt(live, signal.SIGTERM) == 130
+        assert "interrupted by SIGTERM" in live.output()
+
+        live = start_run("run", *SLOW)
+        in_generation(live)
+        live.processes()
+        live.popen.kill()
+        assert live.end() == -signal.SIGKILL
+        assert live.leftovers() == []
 
     saved = CheckpointDir(live.run_dir / "checkpoints").newest()
     num_steps = (saved.step if saved else 0) + STEPS
@@ -92,7 +94,8 @@ def test_a_run_directory_outlives_signals_at_every_stage(start_run: Callable[...
     assert live.end() == 0, live.output()
     found = report(live.run_dir, with_curves=False)
     assert found.ok, found.text()
-    assert found.summary.num_attempts in (5, 6)  # the first was perhaps over before the head could note it
+    # The one that ended in its start-up was perhaps over before the head could note it.
+    assert found.summary.num_attempts in ((5, 6) if every_stage else (3,))
     assert found.summary.num_steps == num_steps
     assert live.leftovers() == []
     assert set(os.listdir("/dev/shm")) <= shared_before

@@ -104,6 +104,7 @@ def check_continued(live: Any, state: ControlState, num_old_metrics: int) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.deep
 def test_a_killed_synchronous_run_goes_on(start_run: Callable[..., Any], settings: list[str]) -> None:
     live = start_run("run", *settings, "psrl.staleness=0", until(100_000))
     kill_after(live, 4)
@@ -117,8 +118,9 @@ def test_a_killed_synchronous_run_goes_on(start_run: Callable[..., Any], setting
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("anew", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_a_killed_run_goes_on_whatever_happens_to_its_directory(
-    start_run: Callable[..., Any], settings: list[str], tmp_path: Path
+    start_run: Callable[..., Any], settings: list[str], tmp_path: Path, anew: bool
 ) -> None:
     settings = [*settings, "psrl.staleness=3"]
     live = start_run("run", *settings, until(100_000))
@@ -155,6 +157,12 @@ def test_a_killed_run_goes_on_whatever_happens_to_its_directory(
     assert f"all {num_steps} steps of {run_dir} are done; nothing was started" in live.output()
     assert (run_dir / "attempts.jsonl").read_bytes() == record
 
+    if anew:
+        check_new_starts(start_run, settings, run_dir, num_steps)
+
+
+def check_new_starts(start_run: Callable[..., Any], settings: list[str], run_dir: Path, num_steps: int) -> None:
+    """Two starts that do not go on in `run_dir`, where `num_steps` steps were done in two attempts."""
     # Starting anew leaves the old run whole, beside the new one.
     live = start_run("run", *settings, "trainer.resume_mode=disable", until(2))
     assert live.end() == 0, live.output()

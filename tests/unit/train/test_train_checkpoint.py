@@ -88,8 +88,7 @@ def test_kill_9_in_mid_save_leaves_the_last_good_one(directory) -> None:
         "for step in range(1, 10000): saver.save(step, b'x' * 1000); print(step, flush=True)\n"
     )
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3])])
-    seen = 0
-    for delay_s in (0.0, 0.004, 0.011):
+    for delay_s in (0.0, 0.011):
         process = subprocess.Popen(
             [sys.executable, "-c", script, str(directory)],
             env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
@@ -107,7 +106,6 @@ def test_kill_9_in_mid_save_leaves_the_last_good_one(directory) -> None:
         assert newest is not None
         assert newest.step >= max(written)
         load(newest, make_learner(directory))
-        seen += len(list((directory / "checkpoints").glob(".tmp-global_step_*")))
     make_checkpointer(make_learner(directory), directory).save(1, b"")
     assert not list((directory / "checkpoints").glob(".tmp-*"))
 
