@@ -20,6 +20,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("gate" if config.getoption("markexpr") == "not deep" else "deep")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What has properties is kept in bench/results/deep.json: each long proof."""
+    if item.get_closest_marker("deep"):
+        item.user_properties.append(("tier", "deep"))
+
+
 @pytest.fixture
 def holders() -> Callable[[int], list[str]]:
     """Which processes, this one too, still have a memory file open or mapped; by the file's inode number."""

@@ -20,6 +20,7 @@ from psrl.transfer import (
     StorageActor,
     TransferQueue,
 )
+from psrl.transfer.messages import FreeRecords, WriteNote
 from psrl.transfer.samplers import Candidate
 from psrl.transfer.segments import QUEUE, NodeSegments, SegmentSource
 
@@ -248,6 +249,23 @@ async def test_a_restarted_controller_knows_what_was_drawn() -> None:
             meta = await again.get_meta(["x"], 2, "train", task_name="t", sampler=RankAwareSampler(0, 7))
             assert meta == shared
             assert (await again.get_meta(["x"], 2, "train", task_name="t")).keys == ["4", "5"]
+
+
+async def test_a_note_whose_answer_was_lost_is_written_once() -> None:
+    """Storage was killed after it had written: the controller asks its successor for the same note."""
+    async with house() as at:
+        note, other = WriteNote("t/1", b"first"), WriteNote("t/1", b"second")
+        written = await at.storage.write_note(note)
+        assert written.record is not None
+        async with Runtime("again") as runtime:
+            again = runtime.spawn("storage", StorageActor(SegmentSource(at.node.socket_path).fetch(QUEUE)))
+            assert await again.write_note(note) == written
+            assert (await again.write_note(other)).record not in (None, written.record)
+            await again.free_records(FreeRecords((written.record,)))
+
+            # One that was freed is not there any more, and is written like any other.
+            third = runtime.spawn("third", StorageActor(SegmentSource(at.node.socket_path).fetch(QUEUE)))
+            assert (await third.write_note(note)).record not in (None, written.record)
 
 
 async def restart(at: House, runtime: Runtime) -> TransferQueue:
